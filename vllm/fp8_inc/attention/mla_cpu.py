@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
+"""MLA on CPU over a bf16 or an FP8 latent cache.
+
+Every query attends to what the cache holds, new tokens included: results do not
+depend on chunk boundaries or on prefix-cache hits. (Upstream's and the HPU
+worker's prefill reads new tokens before they are quantised.)
+
+Prefill expands K and V with kv_b_proj; decode attends to the latent itself, with
+kv_b_proj absorbed by the layer into the query and the output.
+"""
+
+from typing import ClassVar
+
+import torch
+
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config.cache import CacheDType
+from vllm.fp8_inc.attention.cache import (
+    decode_from_cache,
+    encode_for_cache,
+    storage,
+    valid_slots,
+)
+from vllm.fp8_inc.attention.dense import causal_attention
+from vllm.fp8_inc.layers.linear import PlainLinearMethod
+from vllm.fp8_inc.scales import AttentionScales, StaticScale
+from vllm.fp8_inc.settings import Settings
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonBaseImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+)
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.v1.attention.backend import AttentionLayer, MultipleOf
+from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+class CPUMLABackend(MLACommonBackend):
+    """Any latent and rope size, any block size that is a multiple of 16."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+    ]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
+        "auto",
+        "bfloat16",
+        "fp8_inc",
+    ]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type["CPUMLAImpl"]:
+        return CPUMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["CPUMLAMetadataBuilder"]:
+        return CPUMLAMetadataBuilder
+
+
+class CPUMLAMetadata(MLACommonMetadata):
+    """Upstream's, for any latent size."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+class CPUMLAMetadataBuilder(MLACommonMetadataBuilder[CPUMLAMetadata]):
+    """Upstream's: splits a batch into decodes and prefills."""
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(
+            kv_cache_spec, layer_names, vllm_config, device, CPUMLAMetadata
+        )
+
+
+class CPUMLAPrefillBackend(MLAPrefillBackend):
+    """Stands where vLLM wants a prefill kernel; CPUMLAImpl.forward_mha is ours."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_MLA_PREFILL"
+
+    def run_prefill_new_tokens(self, *args, **kwargs):
+        raise NotImplementedError("CPUMLAImpl.forward_mha prefills by itself")
+
+    def run_prefill_context_chunk(self, *args, **kwargs):
+        raise NotImplementedError("CPUMLAImpl.forward_mha prefills by itself")
+
+
+class CPUMLAImpl(MLACommonBaseImpl[MLACommonMetadata]):
+    """Writes and reads the latent cache [blocks, block_size, latent + rope]."""
+
+    can_return_lse_for_decode: bool = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        *,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: torch.nn.Module,
+        indexer: object | None = None,
+        q_pad_num_heads: int | None = None,
+    ) -> None:
+        unsupported = {
+            "ALiBi": alibi_slopes,
+            "a sliding window": sliding_window,
+            "a logits soft cap": logits_soft_cap,
+            "KV sharing": kv_sharing_target_layer_name,
+            "an indexer": indexer,
+        }
+        for what, value in unsupported.items():
+            if value is not None:
+                raise NotImplementedError(f"MLA on CPU does not support {what}")
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            kv_cache_dtype,
+            kv_lora_rank,
+            qk_nope_head_dim,
+            qk_rope_head_dim,
+            qk_head_dim,
+            v_head_dim,
+            kv_b_proj,
+        )
+        self.q_lora_rank = q_lora_rank
+        self.q_pad_num_heads = q_pad_num_heads
+        self.supports_quant_query_input = False
+        # What the parent and the layer read of context parallelism.
+        self.dcp_world_size = 1
+        self.cp_kv_cache_interleave_size = 1
+        self.format = Settings.of(get_current_vllm_config()).format
+        self.scales: AttentionScales | None = None
+        if type(kv_b_proj.quant_method) is UnquantizedLinearMethod:
+            kv_b_proj.quant_method = PlainLinearMethod()
+
+    @property
+    def _scale(self) -> StaticScale | None:
+        """The scale of the latent; None for an unquantised cache."""
+        return self.scales.k if self.scales is not None else None
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """Writes one latent row per token.
+
+        Args:
+            kv_c_normed: [tokens, latent].
+            k_pe: [tokens, 1, rope], after RoPE.
+            kv_cache: [blocks, block_size, latent + rope].
+            slot_mapping: [tokens], -1 for padding.
+            kv_cache_dtype: Ignored: known since construction.
+            k_scale: Ignored: vLLM's placeholder; ours are in ``scales``.
+        """
+        if kv_cache.numel() == 0:
+            return
+        tokens, slots = valid_slots(slot_mapping)
+        latent = torch.cat([kv_c_normed[tokens], k_pe[tokens].squeeze(1)], dim=-1)
+        rows = storage(kv_cache).view(-1, latent.shape[-1])
+        rows[slots] = encode_for_cache(latent, self._scale, self.format)
+
+    def _read(
+        self, kv_cache: torch.Tensor, block_table: torch.Tensor, length: int
+    ) -> torch.Tensor:
+        """Returns the first ``length`` latents of a sequence, float32."""
+        blocks = block_table[: -(-length // kv_cache.shape[1])].long()
+        stored = storage(kv_cache)[blocks].flatten(0, 1)[:length]
+        return decode_from_cache(stored, self._scale, self.format)
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: MLACommonMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Prefills: each request attends to its context and its new tokens.
+
+        Args:
+            q: [tokens, heads, nope + rope].
+            kv_c_normed: Ignored: read from the cache, which holds it already.
+            k_pe: Ignored, as kv_c_normed.
+            kv_c_and_k_pe_cache: [blocks, block_size, latent + rope].
+            attn_metadata: Of this batch.
+            k_scale: Ignored, see do_kv_cache_update.
+            output: [tokens, heads * v_head_dim], written.
+            output_scale: Must be None: no quantised output on CPU.
+        """
+        prefill = attn_metadata.prefill
+        assert prefill is not None and output_scale is None
+        starts = prefill.query_start_loc.tolist()
+        requests = len(starts) - 1
+        chunked = prefill.chunked_context
+        contexts = chunked.context_lens_list if chunked else [0] * requests
+        for request, context in enumerate(contexts):
+            rows = slice(starts[request], starts[request + 1])
+            latent = self._read(
+                kv_c_and_k_pe_cache,
+                prefill.block_table[request],
+                context + rows.stop - rows.start,
+            ).to(q.dtype)
+            key, value = self._expand(latent)
+            out = causal_attention(q[rows], key, value, self.scale)
+            output[rows] = out.flatten(1).to(output.dtype)
+
+    def _expand(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Expands [tokens, latent + rope] to K and V of every head."""
+        kv_c, k_pe = latent.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        kv = self.kv_b_proj(kv_c.contiguous())[0].view(
+            -1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim
+        )
+        k_nope, value = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        k_pe = k_pe[:, None].expand(-1, self.num_heads, -1)
+        return torch.cat([k_nope, k_pe], dim=-1), value
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: MLACommonMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, None]:
+        """Decodes: one query a request attends to the latent.
+
+        Args:
+            q: [requests, heads, latent + rope], or its two parts.
+            kv_c_and_k_pe_cache: [blocks, block_size, latent + rope].
+            attn_metadata: Of this batch.
+            layer: Unused.
+
+        Returns:
+            [requests, heads, latent] in the dtype of q, and no logsumexp.
+        """
+        decode = attn_metadata.decode
+        assert decode is not None
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        out = query.new_empty(*query.shape[:-1], self.kv_lora_rank)
+        for request, length in enumerate(decode.seq_lens.tolist()):
+            latent = self._read(
+                kv_c_and_k_pe_cache, decode.block_table[request], length
+            )
+            logits = query[request].float() @ latent.T * self.scale
+            value = latent[:, : self.kv_lora_rank]
+            out[request] = (logits.softmax(dim=-1) @ value).to(out.dtype)
+        return out, None

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
+"""The static scales of an attention layer, checked and in the form kernels use."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class StaticScale:
+    """One per-tensor scale, as it acts on the device.
+
+    The device multiplies by the quant scale rounded to the activation dtype, so
+    reads undo exactly that value: 1 / quant_scale, not the dequant scale of the
+    checkpoint, which would bias every read by up to 0.4 %.
+
+    Attributes:
+        quant_scale: 0-d, activation dtype; q = cast(x * quant_scale).
+        dequant_scale: 0-d float32; x = q * dequant_scale.
+    """
+
+    quant_scale: torch.Tensor
+    dequant_scale: torch.Tensor
+
+    @classmethod
+    def from_dequant(cls, dequant_scale: float, dtype: torch.dtype) -> "StaticScale":
+        """Builds both multipliers from a checked dequant scale.
+
+        Args:
+            dequant_scale: x = q * dequant_scale, positive and finite.
+            dtype: Dtype of the activations that are cast.
+
+        Raises:
+            ValueError: If 1 / dequant_scale is 0 or infinite in ``dtype``.
+        """
+        quant_scale = torch.tensor(dequant_scale).reciprocal().to(dtype)
+        if not 0 < quant_scale.item() < math.inf:
+            raise ValueError(
+                f"dequant_scale {dequant_scale} has no reciprocal in {dtype}"
+            )
+        return cls(quant_scale, quant_scale.float().reciprocal())
+
+
+@dataclass(frozen=True)
+class AttentionScales:
+    """The scales of one attention layer.
+
+    For MLA ``k`` and ``v`` are the same: one latent is cached for both.
+
+    Attributes:
+        k: For what is cached as K (MLA: kv_c and k_pe).
+        v: For what is cached as V (MLA: read from the same bytes).
+        q: For the query of the prefill, or None where the checkpoint has none.
+        source: Where they come from, for the report.
+    """
+
+    k: StaticScale
+    v: StaticScale
+    q: StaticScale | None
+    source: str
+
+
+def read_dequant_scale(tensor: torch.Tensor) -> float:
+    """Reads a per-tensor dequant scale of a checkpoint.
+
+    Args:
+        tensor: One element, any shape of ones, any floating dtype.
+
+    Raises:
+        ValueError: If it is not one positive finite number.
+    """
+    if tensor.numel() != 1:
+        raise ValueError(
+            f"has shape {tuple(tensor.shape)}, but one scale per tensor is expected"
+        )
+    if not tensor.is_floating_point():
+        raise ValueError(f"has dtype {tensor.dtype}, but a floating dtype is expected")
+    value = tensor.double().item()
+    if not 0 < value < math.inf:
+        raise ValueError(f"is {value}, but a dequant scale is positive and finite")
+    return value

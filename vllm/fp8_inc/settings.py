@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
+"""What a user sets under ``--additional-config '{"fp8_inc": {...}}'``."""
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from vllm.fp8_inc.formats import FORMATS, Fp8Format
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class Settings(BaseModel):
+    """The options of the FP8 KV cache.
+
+    Attributes:
+        device: The Gaudi whose numbers a CPU computes with.
+        missing_scales: What to do where a checkpoint declares a KV scheme and
+            lacks scales: stop ("error") or use dequant_scale 1.0 ("unit").
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    device: Literal["gaudi2", "gaudi3"] = "gaudi3"
+    missing_scales: Literal["error", "unit"] = "error"
+
+    @property
+    def format(self) -> Fp8Format:
+        """The number format of the device."""
+        return FORMATS[self.device]
+
+    @classmethod
+    def of(cls, vllm_config: "VllmConfig") -> "Settings":
+        """Reads and checks the options of a vLLM configuration.
+
+        Raises:
+            ValueError: Naming the key and the value that is not allowed.
+        """
+        config = vllm_config.additional_config
+        options = config.get("fp8_inc", {}) if isinstance(config, dict) else {}
+        try:
+            return cls.model_validate(options)
+        except ValidationError as error:
+            lines = [
+                f'"{".".join(map(str, e["loc"])) or "fp8_inc"}": {e["input"]!r}'
+                f" ({e['msg']})"
+                for e in error.errors()
+            ]
+            raise ValueError(
+                '--additional-config {"fp8_inc": ...} is wrong at ' + "; ".join(lines)
+            ) from None
