@@ -81,7 +81,7 @@ def resolve_adjustment(
     flavor = (quantization_config or {}).get(FLAVOR_KEY)
     if flavor is None:
         return Adjustment(GAUDI3, served_on, f"no {FLAVOR_KEY}")
-    if flavor not in _FLAVORS:
+    if not isinstance(flavor, str) or flavor not in _FLAVORS:
         raise ValueError(
             f"config.json: quantization_config.{FLAVOR_KEY} is {flavor!r}; known "
             f"are {sorted(_FLAVORS)}. Correct it, or set {ENV}=true or false"

@@ -40,7 +40,8 @@ class Fp8Format:
     def table(self) -> torch.Tensor:
         """float32 [256]: the value of each code."""
         values = [self._value(code) for code in range(_SIGN)]
-        return torch.tensor(values + [-value for value in values])
+        values += [-value for value in values]
+        return torch.tensor(values, dtype=torch.float32)
 
     @property
     def max_code(self) -> int:

@@ -51,10 +51,20 @@ def attach(
         ValueError: If config.json declares a scheme that cannot be served.
     """
     from vllm.fp8_inc.layers.compressed_tensors import Fp8IncCompressedTensorsConfig
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (  # noqa: E501
+        CompressedTensorsConfig,
+    )
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
+    quant_config = vllm_config.quant_config
+    ours = isinstance(quant_config, Fp8IncCompressedTensorsConfig)
+    if isinstance(quant_config, CompressedTensorsConfig) and not ours:
+        raise ValueError(
+            "the entry point fp8_inc of vllm.general_plugins was not loaded; add "
+            "fp8_inc to VLLM_PLUGINS, or unset it"
+        )
     layers = {
         module.layer_name: module
         for module in model.modules()
@@ -64,7 +74,7 @@ def attach(
         loader = ScaleLoader(layers, vllm_config, model_config)
         # Models that are never loaded (--load-format dummy) still can run.
         loader.set_unit_scales()
-    elif isinstance(vllm_config.quant_config, Fp8IncCompressedTensorsConfig):
+    elif ours:
         loader = _IgnoredScales()
     else:
         return
@@ -117,7 +127,10 @@ class ScaleLoader:
     ) -> None:
         self.dtype = model_config.dtype
         self.model = model_config.model
-        self.num_layers = model_config.hf_text_config.num_hidden_layers
+        text_config = model_config.hf_text_config
+        self.num_layers = text_config.num_hidden_layers
+        # Layers of a draft model, which a checkpoint holds after the model's own.
+        self.num_draft_layers = getattr(text_config, "num_nextn_predict_layers", 0) or 0
         self.settings = Settings.of(vllm_config)
         quantization = getattr(model_config.hf_config, "quantization_config", None)
         self.declared = declared_scheme(quantization)
@@ -163,7 +176,14 @@ class ScaleLoader:
                     f"{file_of(key, self.model)}: {key} {error}. Calibrate the "
                     "checkpoint again, or serve with --kv-cache-dtype auto"
                 ) from None
-            self.found.setdefault(scale.layer, {})[scale.role] = (key, value)
+            roles = self.found.setdefault(scale.layer, {})
+            known = roles.setdefault(scale.role, (key, value))
+            if known != (key, value):
+                raise ValueError(
+                    f"{file_of(key, self.model)}: {key} ({value:g}) and {known[0]} "
+                    f"({known[1]:g}) are both for {scale.role} of {scale.layer}; "
+                    "remove one"
+                )
 
     def finish(self) -> None:
         """Hands out the scales and reports them in one line.
@@ -187,18 +207,16 @@ class ScaleLoader:
 
     def _check_all_taken(self) -> None:
         for layer, roles in self.found.items():
-            elsewhere = layer_index(layer) >= self.num_layers or self._is_partial()
-            if layer not in self.layers and not elsewhere:
+            if layer not in self.layers and not self._is_elsewhere(layer):
                 key = next(iter(roles.values()))[0]
                 raise ValueError(
                     f"{file_of(key, self.model)}: {key} belongs to no attention "
                     f"layer of the model, which has {sorted(self.layers)}"
                 )
 
-    def _is_partial(self) -> bool:
-        """Whether other ranks or a draft model hold layers of this checkpoint."""
-        held = {layer_index(layer) for layer in self.layers}
-        return not held.issuperset(range(self.num_layers))
+    def _is_elsewhere(self, layer: str) -> bool:
+        """Whether another rank or model, or an unquantised layer, is meant."""
+        return layer_index(layer) < self.num_layers + self.num_draft_layers
 
     def _refuse_or_warn(self, missing: list[str]) -> None:
         layer = missing[0]

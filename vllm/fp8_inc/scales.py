@@ -35,12 +35,14 @@ class StaticScale:
         Raises:
             ValueError: If 1 / dequant_scale is 0 or infinite in ``dtype``.
         """
-        quant_scale = torch.tensor(dequant_scale).reciprocal().to(dtype)
-        if not 0 < quant_scale.item() < math.inf:
+        scale = torch.tensor(dequant_scale, dtype=torch.float32)
+        quant_scale = scale.reciprocal().to(dtype)
+        acting = quant_scale.float().reciprocal()
+        if not (0 < quant_scale.item() < math.inf and acting.item() < math.inf):
             raise ValueError(
                 f"dequant_scale {dequant_scale} has no reciprocal in {dtype}"
             )
-        return cls(quant_scale, quant_scale.float().reciprocal())
+        return cls(quant_scale, acting)
 
 
 @dataclass(frozen=True)

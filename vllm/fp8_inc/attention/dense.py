@@ -35,7 +35,7 @@ def causal_attention(
     if padding > 0:
         # Equal head sizes take the fused CPU kernel, which holds no logits.
         v = F.pad(v, (0, padding))
-    out = torch.empty(queries, query.shape[1], value.shape[-1])
+    out = q.new_empty(queries, query.shape[1], value.shape[-1])
     for start in range(0, queries, _TILE):
         stop = min(start + _TILE, queries)
         positions = torch.arange(start, stop)[:, None] + (keys - queries)

@@ -66,6 +66,7 @@ def fp8_static_experts(
                 w13[expert],
                 w13_dequant_scale[expert],
                 w13_input_quant_scale,
+                None,
                 device,
             )
             .float()
@@ -76,6 +77,7 @@ def fp8_static_experts(
             w2[expert],
             w2_dequant_scale[expert],
             w2_input_quant_scale[expert],
+            None,
             device,
         ).float()
         out.index_add_(0, tokens, hidden if weight_on_input else hidden * weight)

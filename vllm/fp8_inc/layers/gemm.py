@@ -23,6 +23,7 @@ def fp8_static_linear(
     weight: torch.Tensor,
     weight_dequant_scale: torch.Tensor,
     input_quant_scale: torch.Tensor,
+    bias: torch.Tensor | None,
     device: str,
 ) -> torch.Tensor:
     """Multiplies activations with FP8 weights.
@@ -32,6 +33,7 @@ def fp8_static_linear(
         weight: [N, K] float8_e4m3fn codes.
         weight_dequant_scale: float32, 0-d, [1] or [N].
         input_quant_scale: 0-d in the dtype of x; q = cast(x * input_quant_scale).
+        bias: [N], added after the scales; or None.
         device: "gaudi2" or "gaudi3", whose cast is used.
 
     Returns:
@@ -42,6 +44,8 @@ def fp8_static_linear(
     product = torch.nn.functional.linear(activations, weight.float())
     product *= input_quant_scale.float().reciprocal()
     product *= weight_dequant_scale
+    if bias is not None:
+        product += bias
     return product.to(x.dtype)
 
 
@@ -50,6 +54,7 @@ def _fake(
     weight: torch.Tensor,
     weight_dequant_scale: torch.Tensor,
     input_quant_scale: torch.Tensor,
+    bias: torch.Tensor | None,
     device: str,
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))

@@ -93,14 +93,14 @@ class Fp8StaticLinearScheme(CompressedTensorsScheme):
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        out = torch.ops.vllm.fp8_static_linear(
+        return torch.ops.vllm.fp8_static_linear(
             x,
             layer.weight,
             layer.weight_scale,
             layer.input_quant_scale,
+            bias,
             self.adjustment.served_on.name,
         )
-        return out if bias is None else out + bias
 
 
 def dequantized_weight(

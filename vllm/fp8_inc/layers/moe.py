@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """FP8-static experts of compressed-tensors checkpoints."""
 
+from types import MethodType
+
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch.nn import Parameter
@@ -41,12 +43,17 @@ class Fp8StaticMoEMethod(CompressedTensorsW8A8Fp8MoEMethod):
         self.block_quant = False
         self.adjustment = adjustment
         self.layer_name = layer_name
-        activation = layer.moe_config.activation.value
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"{layer_name}: FP8-static experts with activation {activation!r} are "
-                f"not supported on CPU; known are {sorted(ACTIVATIONS)}"
-            )
+        unsupported = {
+            "activation": self.moe.activation.value not in ACTIVATIONS,
+            "swiglu_limit": self.moe.swiglu_limit is not None,
+            "has_bias": self.moe.has_bias,
+        }
+        for name, found in unsupported.items():
+            if found:
+                raise ValueError(
+                    f"{layer_name}: FP8-static experts with {name} "
+                    f"{getattr(self.moe, name)} are not supported on CPU"
+                )
 
     @property
     def is_monolithic(self) -> bool:
@@ -57,6 +64,18 @@ class Fp8StaticMoEMethod(CompressedTensorsW8A8Fp8MoEMethod):
         self, layer: torch.nn.Module
     ) -> FusedMoEQuantConfig | None:
         return None
+
+    def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        for name in ("w13", "w2"):
+            # Upstream begins with ones, which would pass for scales.
+            getattr(layer, f"{name}_weight_scale").data.fill_(torch.nan)
+            getattr(layer, f"{name}_input_scale").data.fill_(torch.nan)
+        # One for gate_proj and one for up_proj. Upstream's loader writes both into
+        # one place: the last wins, and a reload counts more than there is.
+        scales = layer.w13_input_scale.data[:, None].repeat(1, 2)
+        layer.w13_input_scale = Parameter(scales, requires_grad=False)
+        layer.w13_input_scale.weight_loader = MethodType(_load_w13_input_scale, layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         for name in ("w13", "w2"):
@@ -121,6 +140,22 @@ class Fp8StaticMoEMethod(CompressedTensorsW8A8Fp8MoEMethod):
             layer.apply_router_weight_on_input,
             self.adjustment.served_on.name,
         )
+
+
+def _load_w13_input_scale(
+    layer: torch.nn.Module,
+    param: Parameter,
+    loaded_weight: torch.Tensor,
+    weight_name: str,
+    shard_id: str,
+    expert_id: int,
+    return_success: bool = False,
+) -> bool | None:
+    """Loads one scale of [experts, 2]; called as RoutedExperts.weight_loader is."""
+    local = layer._map_global_expert_id_to_local_expert_id(expert_id)
+    if local >= 0:
+        param.data[local, ("w1", "w3").index(shard_id)] = loaded_weight.reshape(())
+    return local >= 0 if return_success else None
 
 
 def _per_channel(scale: torch.Tensor, experts: int, channels: int) -> torch.Tensor:

@@ -7,6 +7,8 @@ import torch
 from vllm.fp8_inc.adjustment import ENV, Adjustment
 from vllm.fp8_inc.scales import StaticScale, read_dequant_scale
 
+_MAGNITUDE = _NAN = 0x7F
+
 
 def adjust_weight(
     weight: torch.Tensor,
@@ -43,7 +45,9 @@ def adjust_weight(
         halved = weight.float() / factor
         weight = halved.to(torch.float8_e4m3fn)
         dequant_scale = dequant_scale * factor
-    largest = (weight.view(torch.uint8) & 0x7F).max().item() if weight.numel() else 0
+    largest = (weight.view(torch.uint8) & _MAGNITUDE).amax().item()
+    if largest == _NAN:
+        raise ValueError(f"{layer}.weight holds NaN. Quantise the checkpoint again")
     if largest > adjustment.served_on.max_code:
         raise ValueError(
             f"{layer}.weight holds the FP8 code {largest:#x}, which is no number on "

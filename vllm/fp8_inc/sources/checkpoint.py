@@ -58,6 +58,11 @@ def declared_scheme(quantization_config: Mapping[str, Any] | None) -> bool:
     scheme = (quantization_config or {}).get("kv_cache_scheme")
     if scheme is None:
         return False
+    if not isinstance(scheme, Mapping):
+        raise ValueError(
+            f"config.json: quantization_config.kv_cache_scheme is {scheme!r}, but an "
+            "object with num_bits, type and strategy is expected"
+        )
     supported = {
         "num_bits": (8,),
         "type": ("float",),

@@ -1,0 +1,72 @@
+# Each target is one command from a fresh clone. Needs Python 3.11 or newer.
+
+PORT        ?= 8000
+HOST        ?= 127.0.0.1
+MODEL       ?= examples/tiny-deepseek-v2-fp8
+DEVICE      ?= gaudi3
+ARGS        ?=
+VENV        ?= .venv
+PYTHON      ?= python3
+TORCH_INDEX ?=
+
+PY    := $(VENV)/bin/python
+NAME  := $(notdir $(patsubst %/,%,$(MODEL)))
+INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+# Overlay files outside vllm/fp8_inc lie in folders that upstream has, so each has its
+# own link in build/dev; a new one needs an install to get it.
+LINKED  := $(shell find vllm -name '*.py' -not -path 'vllm/fp8_inc/*')
+SOURCES := pyproject.toml upstream.toml $(wildcard tools/forkbuild/*.py) \
+           $(wildcard patches/vllm/*) $(LINKED)
+STAMP   := $(VENV)/.installed
+
+export VLLM_CPU_KVCACHE_SPACE ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test nightly bench lint clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@echo
+	@echo 'Variables: PORT HOST MODEL DEVICE=gaudi2|gaudi3 ARGS="more server flags" VENV'
+	@echo '  PYTHON, TORCH_INDEX=an index with the CPU build of torch, for machines'
+	@echo '  where pip would take the CUDA build of several GB'
+
+# Editable, so that an edit under vllm/ needs no new install, and because pip then
+# compiles no bytecode for the 2,400 files of which most are never imported.
+$(STAMP): $(SOURCES)
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install $(INDEX) --editable '.[test,lint]'
+	touch $@
+
+install: $(STAMP) ## the virtual environment, with everything below in it
+
+serve: $(STAMP) ## an OpenAI server on MODEL with the fp8_inc cache
+	@echo 'Serving $(NAME) at http://$(HOST):$(PORT)/v1 (ready after "startup complete"). Try:'
+	@echo
+	@echo "curl http://$(HOST):$(PORT)/v1/chat/completions -H 'Content-Type: application/json' -d '{"
+	@echo '  "model": "$(NAME)", "temperature": 0, "messages": [{"role": "user", "content":'
+	@echo '  "Ana has 23 apples. Ana buys 45 more apples. How many apples does Ana have now?"}]}'"'"
+	@echo
+	$(PY) -m vllm.entrypoints.openai.api_server --model $(MODEL) \
+	  --served-model-name $(NAME) --host $(HOST) --port $(PORT) \
+	  --kv-cache-dtype fp8_inc \
+	  --additional-config '{"fp8_inc": {"device": "$(DEVICE)"}}' $(ARGS)
+
+test: $(STAMP) ## all tests but the slow ones
+	$(PY) -m pytest -m 'not slow' $(ARGS)
+
+nightly: $(STAMP) ## all tests
+	$(PY) -m pytest $(ARGS)
+
+bench: $(STAMP) ## the figures of the README
+	$(PY) -m benchmarks $(ARGS)
+
+lint: $(STAMP) ## style, the patches' rules, the patch tables
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) tools/patches.py check
+	$(PY) tools/patches.py export --check
+
+clean: ## removes what the targets made, edits in build/dev included
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .venv

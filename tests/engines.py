@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
+"""Real vLLM engines inside the test process: a start takes two seconds."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def engine(model: str, **options: Any) -> Iterator[Any]:
+    """Starts an LLM on token ids, with an fp8_inc cache unless told otherwise."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    options = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "kv_cache_dtype": "fp8_inc",
+    } | options
+    llm = None
+    try:
+        llm = LLM(model, **options)
+        yield llm
+    finally:
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the engine made of a prompt.
+
+    Attributes:
+        tokens: Prompt and generated token ids.
+        prompt_tokens: How many of them are the prompt.
+        logprobs: float32 [len(tokens) - 1], of each token but the first.
+    """
+
+    tokens: list[int]
+    prompt_tokens: int
+    logprobs: torch.Tensor
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_tokens :]
+
+    @property
+    def prefill(self) -> torch.Tensor:
+        """Log-probabilities that the prefill computed."""
+        return self.logprobs[: self.prompt_tokens]
+
+    @property
+    def decode(self) -> torch.Tensor:
+        """Log-probabilities that decode steps computed."""
+        return self.logprobs[self.prompt_tokens :]
+
+
+def ask(llm: Any, prompts: list[list[int]], tokens: int = 8) -> list[Answer]:
+    """Generates greedily, with the log-probability of every token."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(
+        temperature=0,
+        max_tokens=tokens,
+        prompt_logprobs=0,
+        logprobs=0,
+        detokenize=False,
+        ignore_eos=True,
+    )
+    results = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        parameters,
+        use_tqdm=False,
+    )
+    answers = []
+    for prompt, result in zip(prompts, results, strict=True):
+        new = list(result.outputs[0].token_ids)
+        steps = result.prompt_logprobs[1:] + result.outputs[0].logprobs
+        values = [
+            step[token].logprob
+            for step, token in zip(steps, prompt[1:] + new, strict=True)
+        ]
+        answers.append(Answer(prompt + new, len(prompt), torch.tensor(values)))
+    return answers
+
+
+def _model_of(llm: Any) -> nn.Module:
+    """The model inside an engine of this process."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+    return worker.worker.model_runner.model
+
+
+def attention_layers(llm: Any) -> list[nn.Module]:
+    """Its attention layers, first to last."""
+    modules = _model_of(llm).modules()
+    return [module for module in modules if hasattr(module, "kv_cache_dtype")]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Token ids without a period."""
+    return [(7 * i * i + 3 * i + 11 * seed) % 128 for i in range(length)]

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
+"""Scales reach every layer of a real engine, or the start says why not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoints import (
+    deepseek_config,
+    kv_scales,
+    llama_config,
+    quantization_config,
+    quantize,
+    weights,
+    write,
+)
+from tests.engines import ask, attention_layers, engine, prompt
+
+BUILDERS = {"mla": deepseek_config, "gqa": llama_config}
+LAYER = "model.layers.1.self_attn"
+
+
+def checkpoint(
+    folder: Path,
+    kind: str,
+    scales: dict[str, torch.Tensor] | None = None,
+    **quantization: Any,
+) -> str:
+    config = BUILDERS[kind]()
+    config["quantization_config"] = quantization_config(
+        config_groups={}, **quantization
+    )
+    scales = kv_scales(config) if scales is None else scales
+    return write(folder, config, weights(config) | scales)
+
+
+def fp8_static(folder: Path, kind: str, factor: float = 1) -> str:
+    """FP8-static weights; factor multiplies the KV scales."""
+    config = BUILDERS[kind]()
+    config["quantization_config"] = quantization_config()
+    scales = {key: scale * factor for key, scale in kv_scales(config).items()}
+    return write(folder, config, quantize(weights(config)) | scales)
+
+
+def acting(scale: float) -> float:
+    """The dequant scale that acts: 1 / bf16(1 / scale)."""
+    return torch.tensor(scale).reciprocal().bfloat16().float().reciprocal().item()
+
+
+def loaded(llm: Any) -> list[dict[str, float | None]]:
+    scales = [layer.impl.scales for layer in attention_layers(llm)]
+    return [
+        {
+            "k": s.k.dequant_scale.item(),
+            "v": s.v.dequant_scale.item(),
+            "q": s.q and s.q.dequant_scale.item(),
+        }
+        for s in scales
+    ]
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [([1], torch.float32), ([], torch.bfloat16), ([1, 1, 1], torch.float16)],
+)
+def test_each_layer_gets_its_own_scales(tmp_path, kind, shape, dtype):
+    scales = kv_scales(BUILDERS[kind]())
+    scales = {key: s.view(shape).to(dtype) for key, s in scales.items()}
+    with engine(checkpoint(tmp_path, kind, scales)) as llm:
+        found = loaded(llm)
+    assert len(found) == 3
+    for n, layer in enumerate(found):
+        value = {
+            role: acting(scales[f"model.layers.{n}.self_attn.{role}_scale"].item())
+            for role in "qkv"
+        }
+        k = value["v"] if kind == "mla" else value["k"]
+        assert layer == {"k": k, "v": value["v"], "q": value["q"]}
+
+
+def test_mla_takes_the_larger_whichever_it_is(tmp_path):
+    scales = kv_scales(deepseek_config())
+    scales[f"{LAYER}.k_scale"] = torch.tensor([0.5])
+    with engine(checkpoint(tmp_path, "mla", scales)) as llm:
+        layer = loaded(llm)[1]
+    assert layer["k"] == layer["v"] == acting(0.5)
+
+
+@pytest.mark.parametrize(
+    "served, flavor, environment, factor",
+    [
+        ("gaudi2", None, None, 448 / 240),
+        ("gaudi3", "float8_e4m3fnuz", None, 240 / 448),
+        ("gaudi2", "float8_e4m3fnuz", None, 1),
+        ("gaudi2", None, "false", 1),
+        ("gaudi3", None, "true", 240 / 448),
+    ],
+)
+def test_adjustment_reaches_the_layers(
+    tmp_path, monkeypatch, served, flavor, environment, factor
+):
+    if environment is not None:
+        monkeypatch.setenv("VLLM_SCALE_ADJUSTMENT", environment)
+    quantization = {"fp8_dtype_flavor": flavor} if flavor else {}
+    path = checkpoint(tmp_path, "gqa", **quantization)
+    options = {"additional_config": {"fp8_inc": {"device": served}}}
+    with engine(path, **options) as llm:
+        found = loaded(llm)
+    for n, layer in enumerate(found):
+        assert layer["k"] == acting((0.011 + 0.005 * n) * factor)
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_auto_ignores_the_scales(tmp_path, kind):
+    config = BUILDERS[kind]()
+    with_scales = checkpoint(tmp_path / "with", kind)
+    without = write(tmp_path / "without", config, weights(config))
+    answers = []
+    for path in (with_scales, without):
+        with engine(path, kv_cache_dtype="auto") as llm:
+            cache = attention_layers(llm)[0].kv_cache
+            assert cache.dtype == torch.bfloat16
+            answers.append(ask(llm, [prompt(30)])[0])
+    assert answers[0].tokens == answers[1].tokens
+    assert torch.equal(answers[0].logprobs, answers[1].logprobs)
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_a_checkpoint_without_scales_runs_on_unit_scales(tmp_path, kind, caplog_vllm):
+    config = BUILDERS[kind]()
+    with engine(write(tmp_path, config, weights(config))) as llm:
+        assert all(layer["k"] == layer["v"] == 1.0 for layer in loaded(llm))
+    assert "dequant_scale 1.0 for all 3 layers" in caplog_vllm.text
+
+
+def test_missing_scales_can_be_allowed(tmp_path, caplog_vllm):
+    scales = kv_scales(llama_config())
+    del scales[f"{LAYER}.k_scale"]
+    path = checkpoint(tmp_path, "gqa", scales)
+    options = {"additional_config": {"fp8_inc": {"missing_scales": "unit"}}}
+    with engine(path, **options) as llm:
+        first, second, _ = loaded(llm)
+    assert second["k"] == second["v"] == 1.0
+    assert first["k"] == acting(0.011)
+    assert "missing_scales=unit: dequant_scale 1.0 for 1 layers" in caplog_vllm.text
+
+
+def test_one_line_says_what_was_loaded(tmp_path, caplog_vllm):
+    with engine(checkpoint(tmp_path, "mla", fp8_dtype_flavor="float8_e4m3fnuz")):
+        pass
+    lines = [line for line in caplog_vllm.messages if line.startswith("fp8_inc:")]
+    assert len(lines) == 1
+    for part in ("3 of 3 layers", "compressed-tensors", "gaudi2", "gaudi3", "x 0.5357"):
+        assert part in lines[0]
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_reloaded_weights_bring_their_scales(tmp_path, kind):
+    first, second = fp8_static(tmp_path / "a", kind), fp8_static(tmp_path / "b", kind, 2)
+    answers = {}
+    for path in (first, second):
+        with engine(path) as llm:
+            answers[path] = ask(llm, [prompt(30)])[0], loaded(llm)
+    assert answers[first][1] != answers[second][1]
+    with engine(first) as llm:
+        for path in (second, first):
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+            llm.reset_prefix_cache()
+            answer, scales = answers[path]
+            assert loaded(llm) == scales
+            assert torch.equal(ask(llm, [prompt(30)])[0].logprobs, answer.logprobs)
+
+
+BAD = {
+    "zero": (f"{LAYER}.k_scale", torch.tensor([0.0]), "is 0.0"),
+    "NaN": (f"{LAYER}.v_scale", torch.tensor([torch.nan]), "is nan"),
+    "infinite": (f"{LAYER}.k_scale", torch.tensor([torch.inf]), "is inf"),
+    "negative": (f"{LAYER}.q_scale", torch.tensor([-0.5]), "is -0.5"),
+    "two values": (f"{LAYER}.k_scale", torch.tensor([0.1, 0.2]), "shape (2,)"),
+    "integer": (f"{LAYER}.k_scale", torch.tensor([1]), "dtype torch.int64"),
+    "no reciprocal": (f"{LAYER}.k_scale", torch.tensor([1e-40]), "no reciprocal"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_a_bad_scale_stops_the_start(tmp_path, kind, case):
+    key, tensor, expected = BAD[case]
+    scales = kv_scales(BUILDERS[kind]())
+    scales[key] = tensor.clone()
+    if case == "no reciprocal":
+        scales[key.replace("k_scale", "v_scale")] = tensor
+    path = checkpoint(tmp_path, kind, scales)
+    with pytest.raises(ValueError) as caught, engine(path):
+        pass
+    message = str(caught.value)
+    for part in (str(tmp_path / "model.safetensors"), LAYER, "_scale", expected):
+        assert part in message
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+@pytest.mark.parametrize("roles", ["k", "v", "kv"])
+def test_a_missing_scale_stops_the_start(tmp_path, kind, roles):
+    scales = kv_scales(BUILDERS[kind]())
+    for role in roles:
+        del scales[f"{LAYER}.{role}_scale"]
+    path = checkpoint(tmp_path, kind, scales)
+    with pytest.raises(ValueError) as caught, engine(path):
+        pass
+    for part in (path, "layers.1.self_attn", "missing_scales", f"{roles[0]}_scale"):
+        assert part in str(caught.value)
+
+
+def test_declared_but_none_present_stops_the_start(tmp_path):
+    path = checkpoint(tmp_path, "mla", scales={})
+    with pytest.raises(ValueError, match="kv_cache_scheme"), engine(path):
+        pass
+
+
+@pytest.mark.parametrize(
+    "key, message",
+    [
+        ("model.layers.7.self_attn.k_scale", "belongs to no attention layer"),
+        ("encoder.layers.2.self_attn.k_scale", "are both for k of layers.2"),
+    ],
+)
+def test_a_scale_of_no_layer_stops_the_start(tmp_path, key, message):
+    scales = kv_scales(llama_config()) | {key: torch.tensor([0.3])}
+    path = checkpoint(tmp_path, "gqa", scales)
+    with pytest.raises(ValueError, match=message) as caught, engine(path):
+        pass
+    assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("num_bits", 4), ("dynamic", True), ("strategy", "group")]
+)
+def test_an_unknown_scheme_stops_the_start(tmp_path, name, value):
+    scheme = quantization_config()["kv_cache_scheme"] | {name: value}
+    path = checkpoint(tmp_path, "mla", kv_cache_scheme=scheme)
+    with pytest.raises(ValueError) as caught, engine(path):
+        pass
+    assert f"kv_cache_scheme.{name} is {value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options, parts",
+    [
+        ({"device": "gaudi4"}, ["device", "gaudi4"]),
+        ({"devise": "gaudi2"}, ["devise", "gaudi2"]),
+        ({"missing_scales": 1.0}, ["missing_scales", "1.0"]),
+    ],
+)
+def test_a_wrong_option_stops_the_start(tmp_path, options, parts):
+    path = checkpoint(tmp_path, "mla")
+    with pytest.raises(ValueError) as caught:
+        with engine(path, additional_config={"fp8_inc": options}):
+            pass
+    assert all(part in str(caught.value) for part in parts)
+
+
+def test_fp8_weights_with_a_missing_scale_stop_the_start(tmp_path):
+    config = deepseek_config()
+    config["quantization_config"] = quantization_config()
+    tensors = quantize(weights(config)) | kv_scales(config)
+    del tensors["model.layers.1.mlp.experts.2.down_proj.input_scale"]
+    path = write(tmp_path, config, tensors)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts.*input_scale"):
+        with engine(path):
+            pass
