@@ -32,6 +32,8 @@ def engine(model: str, **options: Any) -> Iterator[Any]:
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+        # A start that fails leaves the dtype of the model behind.
+        torch.set_default_dtype(torch.float32)
 
 
 @dataclass(frozen=True)

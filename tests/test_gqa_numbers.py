@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
+"""A GQA engine in float32 against transformers' Llama with fake-quantised K and V.
+
+With our own reader, which every CPU has; tests/attention/test_mha_cpu.py compares it
+with upstream's where the machine has that.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+from tests.checkpoints import (
+    kv_scales,
+    llama_config,
+    quantization_config,
+    weights,
+    write,
+)
+from tests.engines import ask, engine, prompt
+from tests.oracle import fake_quantize
+from vllm.fp8_inc.attention import mha_cpu
+
+BOUND = 2e-3  # as in test_mla_numbers.py
+K = [0.011 + 0.005 * n for n in range(3)]
+V = [0.031 + 0.007 * n for n in range(3)]
+
+
+@torch.no_grad()
+def expected(config, tensors, tokens, k_scales, v_scales, maximum):
+    """log P of each token, by transformers."""
+    model = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="eager"))
+    model.load_state_dict({name: t.float() for name, t in tensors.items()})
+    model.float()
+    scales = iter(k_scales)
+    rotate = modeling_llama.apply_rotary_pos_emb
+
+    def quantized(*args, **kwargs):
+        q, k = rotate(*args, **kwargs)
+        return q, fake_quantize(k, next(scales), maximum)
+
+    for layer, scale in zip(model.model.layers, v_scales, strict=True):
+        layer.self_attn.v_proj.register_forward_hook(
+            lambda _, __, out, s=scale: fake_quantize(out, s, maximum)
+        )
+    with mock.patch.object(modeling_llama, "apply_rotary_pos_emb", quantized):
+        logits = model(torch.tensor([tokens])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """Config, weights and the answers of an engine on Gaudi2's or Gaudi3's numbers."""
+    monkeypatch.setattr(mha_cpu, "upstream_reads", lambda *_: False)
+
+    def serve(device, **options):
+        config = llama_config()
+        tensors = weights(config)
+        quantization = quantization_config(config_groups={})
+        path = write(
+            tmp_path,
+            config | {"quantization_config": quantization},
+            tensors | kv_scales(config),
+        )
+        extra = {"fp8_inc": {"device": device}}
+        with engine(path, dtype="float32", additional_config=extra, **options) as llm:
+            return config, tensors, ask(llm, [prompt(50), prompt(23, seed=5)])
+
+    return serve
+
+
+def distance(one, other):
+    return (one - other).abs().mean().item()
+
+
+@pytest.mark.parametrize("device, maximum", [("gaudi2", 240.0), ("gaudi3", 448.0)])
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+def test_equals_transformers(served, device, maximum, block_size):
+    config, tensors, answers = served(device, block_size=block_size)
+    factor = 448 / maximum
+    for answer in answers:
+        scales = [s * factor for s in K], [s * factor for s in V]
+        oracle = expected(config, tensors, answer.tokens, *scales, maximum)
+        assert distance(answer.logprobs, oracle) < BOUND
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param((V, K, 448.0), id="k and v swapped"),
+        pytest.param((K, K, 448.0), id="k for v"),
+        pytest.param(([1.0] * 3, [1.0] * 3, 448.0), id="1.0 instead of the scale"),
+        pytest.param((K[::-1], V[::-1], 448.0), id="layers swapped"),
+        pytest.param(
+            ([s * 448 / 240 for s in K], [s * 448 / 240 for s in V], 240.0),
+            id="240 for 448",
+        ),
+    ],
+)
+def test_the_bound_catches(served, wrong):
+    config, tensors, answers = served("gaudi3")
+    for answer in answers:
+        oracle = expected(config, tensors, answer.tokens, *wrong)
+        assert distance(answer.logprobs, oracle) > 10 * BOUND
+
+
+def test_chunks_change_nothing(served):
+    _, _, whole = served("gaudi3", enable_prefix_caching=False)
+    _, _, chunked = served(
+        "gaudi3", enable_prefix_caching=False, max_num_batched_tokens=16, max_num_seqs=4
+    )
+    for one, other in zip(whole, chunked, strict=True):
+        assert one.generated == other.generated
+        assert distance(one.logprobs, other.logprobs) < BOUND
