@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.checkpoints import (
     deepseek_config,
     kv_scales,
@@ -159,7 +160,10 @@ def test_one_line_says_what_was_loaded(tmp_path, caplog_vllm):
 
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_reloaded_weights_bring_their_scales(tmp_path, kind):
-    first, second = fp8_static(tmp_path / "a", kind), fp8_static(tmp_path / "b", kind, 2)
+    first, second = (
+        fp8_static(tmp_path / "a", kind),
+        fp8_static(tmp_path / "b", kind, 2),
+    )
     answers = {}
     for path in (first, second):
         with engine(path) as llm:
@@ -256,9 +260,9 @@ def test_an_unknown_scheme_stops_the_start(tmp_path, name, value):
 )
 def test_a_wrong_option_stops_the_start(tmp_path, options, parts):
     path = checkpoint(tmp_path, "mla")
-    with pytest.raises(ValueError) as caught:
-        with engine(path, additional_config={"fp8_inc": options}):
-            pass
+    wrong = {"additional_config": {"fp8_inc": options}}
+    with pytest.raises(ValueError) as caught, engine(path, **wrong):
+        pass
     assert all(part in str(caught.value) for part in parts)
 
 
@@ -268,6 +272,6 @@ def test_fp8_weights_with_a_missing_scale_stop_the_start(tmp_path):
     tensors = quantize(weights(config)) | kv_scales(config)
     del tensors["model.layers.1.mlp.experts.2.down_proj.input_scale"]
     path = write(tmp_path, config, tensors)
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts.*input_scale"):
-        with engine(path):
-            pass
+    expected = r"layers\.1\.mlp\.experts.*input_scale"
+    with pytest.raises(ValueError, match=expected), engine(path):
+        pass

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.checkpoints import (
     DEEPSEEK_YARN,
     deepseek_config,

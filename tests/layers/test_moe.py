@@ -162,7 +162,7 @@ def test_another_activation_is_an_error_that_names_layer_and_value(activation):
 
 @pytest.mark.parametrize("setting", [{"swiglu_limit": 7.0}, {"has_bias": True}])
 def test_what_the_experts_do_not_compute_is_an_error(setting):
-    (name, value), = setting.items()
+    ((name, value),) = setting.items()
     with pytest.raises(ValueError, match=f"{NAME}.*{name} {value}"):
         moe_method("tensor", "gaudi3", "gaudi3", **setting)
 

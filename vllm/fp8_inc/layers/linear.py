@@ -103,9 +103,7 @@ class Fp8StaticLinearScheme(CompressedTensorsScheme):
         )
 
 
-def dequantized_weight(
-    layer: torch.nn.Module, out_dtype: torch.dtype
-) -> torch.Tensor:
+def dequantized_weight(layer: torch.nn.Module, out_dtype: torch.dtype) -> torch.Tensor:
     """Returns the [out, in] weight without its scales.
 
     MLA absorbs kv_b_proj from here (patches/vllm). Upstream multiplies with an

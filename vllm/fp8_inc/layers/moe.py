@@ -86,7 +86,9 @@ class Fp8StaticMoEMethod(CompressedTensorsW8A8Fp8MoEMethod):
                 weight, scale, self.adjustment, f"{self.layer_name}.{name}"
             )
             setattr(layer, f"{name}_weight", Parameter(weight, requires_grad=False))
-            setattr(layer, f"{name}_weight_scale", Parameter(scale, requires_grad=False))
+            setattr(
+                layer, f"{name}_weight_scale", Parameter(scale, requires_grad=False)
+            )
         # All experts share one quantisation of the hidden states; each has its
         # own for what enters its down projection.
         hidden = self._input_scale(layer.w13_input_scale.data, "w13")
