@@ -4,6 +4,7 @@ PORT        ?= 8000
 HOST        ?= 127.0.0.1
 MODEL       ?= examples/tiny-deepseek-v2-fp8
 DEVICE      ?= gaudi3
+EAGER       ?= --enforce-eager
 ARGS        ?=
 VENV        ?= .venv
 PYTHON      ?= python3
@@ -29,6 +30,7 @@ help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 	@echo
 	@echo 'Variables: PORT HOST MODEL DEVICE=gaudi2|gaudi3 ARGS="more server flags" VENV'
+	@echo '  EAGER= (empty: with torch.compile, which needs a C++ compiler and a minute)'
 	@echo '  PYTHON, TORCH_INDEX=an index with the CPU build of torch, for machines'
 	@echo '  where pip would take the CUDA build of several GB'
 
@@ -46,11 +48,11 @@ serve: $(STAMP) ## an OpenAI server on MODEL with the fp8_inc cache
 	@echo
 	@echo "curl http://$(HOST):$(PORT)/v1/chat/completions -H 'Content-Type: application/json' -d '{"
 	@echo '  "model": "$(NAME)", "temperature": 0, "messages": [{"role": "user", "content":'
-	@echo '  "Ana has 23 apples. Ana buys 45 more apples. How many apples does Ana have now?"}]}'"'"
+	@echo '  "Lena has 23 apples. Lena buys 45 more apples. How many apples does Lena have now?"}]}'"'"
 	@echo
 	$(PY) -m vllm.entrypoints.openai.api_server --model $(MODEL) \
 	  --served-model-name $(NAME) --host $(HOST) --port $(PORT) \
-	  --kv-cache-dtype fp8_inc \
+	  --kv-cache-dtype fp8_inc $(EAGER) \
 	  --additional-config '{"fp8_inc": {"device": "$(DEVICE)"}}' $(ARGS)
 
 test: $(STAMP) ## all tests but the slow ones

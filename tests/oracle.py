@@ -163,3 +163,16 @@ class Oracle:
             logits = self.model(torch.tensor([ids])).logits[0, :-1]
         rows = logits.float().log_softmax(-1)
         return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+    @torch.no_grad()
+    def greedy(self, ids: list[int], eos: int, limit: int = 80) -> list[int]:
+        """What follows a prompt, up to and without the end-of-sequence token."""
+        new: list[int] = []
+        while len(new) < limit:
+            with self._quantized_rope():
+                logits = self.model(torch.tensor([ids + new])).logits[0, -1]
+            token = logits.argmax().item()
+            if token == eos:
+                break
+            new.append(token)
+        return new

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from vllm.fp8_inc.adjustment import Adjustment, resolve_adjustment
+from vllm.fp8_inc.environment import check_on_cpu
 from vllm.fp8_inc.scales import AttentionScales, StaticScale, read_dequant_scale
 from vllm.fp8_inc.settings import Settings
 from vllm.fp8_inc.sources.checkpoint import (
@@ -71,6 +72,7 @@ def attach(
         if getattr(module, "kv_cache_dtype", None) == CACHE_DTYPE
     }
     if layers:
+        check_on_cpu()
         loader = ScaleLoader(layers, vllm_config, model_config)
         # Models that are never loaded (--load-format dummy) still can run.
         loader.set_unit_scales()
@@ -269,13 +271,14 @@ class ScaleLoader:
         mla = any(hasattr(module, "kv_lora_rank") for module in self.layers.values())
         has_q = all("q" in roles for roles in self.found.values())
         logger.info(
-            "fp8_inc: KV scales of %d of %d layers from compressed-tensors%s; q %s; "
+            "fp8_inc: KV scales of %d of %d layers from compressed-tensors%s; q %s, and "
+            "not quantised on CPU; "
             "quantised for %s (max %g; %s), served on %s (max %g): dequant scales "
             "x %.4g",
             loaded,
             len(self.layers),
             " (MLA: the larger of k and v for the latent)" if mla else "",
-            "loaded" if has_q else "has none (it is not quantised on CPU)",
+            "loaded" if has_q else "not in the checkpoint",
             self.adjustment.quantised_for.name,
             self.adjustment.quantised_for.max,
             self.adjustment.reason,
