@@ -271,14 +271,13 @@ class ScaleLoader:
         mla = any(hasattr(module, "kv_lora_rank") for module in self.layers.values())
         has_q = all("q" in roles for roles in self.found.values())
         logger.info(
-            "fp8_inc: KV scales of %d of %d layers from compressed-tensors%s; q %s, and "
-            "not quantised on CPU; "
-            "quantised for %s (max %g; %s), served on %s (max %g): dequant scales "
-            "x %.4g",
+            "fp8_inc: KV scales of %d of %d layers from compressed-tensors%s; q %s "
+            "(not quantised on CPU); made for %s (max %g; %s), served on %s (max %g): "
+            "dequant scales x %.4g",
             loaded,
             len(self.layers),
             " (MLA: the larger of k and v for the latent)" if mla else "",
-            "loaded" if has_q else "not in the checkpoint",
+            "loaded" if has_q else "absent",
             self.adjustment.quantised_for.name,
             self.adjustment.quantised_for.max,
             self.adjustment.reason,
