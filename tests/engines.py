@@ -94,7 +94,7 @@ def ask(llm: Any, prompts: list[list[int]], tokens: int = 8) -> list[Answer]:
     return answers
 
 
-def _model_of(llm: Any) -> nn.Module:
+def model_of(llm: Any) -> nn.Module:
     """The model inside an engine of this process."""
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
     return worker.worker.model_runner.model
@@ -102,7 +102,7 @@ def _model_of(llm: Any) -> nn.Module:
 
 def attention_layers(llm: Any) -> list[nn.Module]:
     """Its attention layers, first to last."""
-    modules = _model_of(llm).modules()
+    modules = model_of(llm).modules()
     return [module for module in modules if hasattr(module, "kv_cache_dtype")]
 
 

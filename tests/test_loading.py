@@ -17,7 +17,7 @@ from tests.checkpoints import (
     weights,
     write,
 )
-from tests.engines import ask, attention_layers, engine, prompt
+from tests.engines import ask, attention_layers, engine, model_of, prompt
 
 BUILDERS = {"mla": deepseek_config, "gqa": llama_config}
 LAYER = "model.layers.1.self_attn"
@@ -176,6 +176,15 @@ def test_reloaded_weights_bring_their_scales(tmp_path, kind):
             answer, scales = answers[path]
             assert loaded(llm) == scales
             assert torch.equal(ask(llm, [prompt(30)])[0].logprobs, answer.logprobs)
+
+
+def test_an_update_without_scales_keeps_them(tmp_path, caplog_vllm):
+    with engine(checkpoint(tmp_path, "gqa")) as llm:
+        before = loaded(llm)
+        norm = ("model.norm.weight", weights(llama_config())["model.norm.weight"])
+        model_of(llm).load_weights(iter([norm]))
+        assert loaded(llm) == before
+    assert "no KV scales among the new weights" in caplog_vllm.text
 
 
 BAD = {

@@ -29,6 +29,7 @@ from vllm.fp8_inc.sources.checkpoint import (
     match_scale_key,
 )
 from vllm.logger import init_logger
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -76,7 +77,7 @@ def attach(
         loader = ScaleLoader(layers, vllm_config, model_config)
         # Models that are never loaded (--load-format dummy) still can run.
         loader.set_unit_scales()
-    elif ours:
+    elif ours and not is_quantized_kv_cache(vllm_config.cache_config.cache_dtype):
         loader = _IgnoredScales()
     else:
         return
@@ -150,6 +151,7 @@ class ScaleLoader:
                 )
             self.layers[layer] = module
         self.found: dict[str, dict[Role, tuple[str, float]]] = {}
+        self.is_loaded = False
 
     def set_unit_scales(self) -> None:
         """Sets dequant_scale 1.0 on every layer."""
@@ -194,6 +196,10 @@ class ScaleLoader:
             ValueError: If scales are missing that the checkpoint declares, or
                 present for a layer that the model does not have.
         """
+        if self.is_loaded and not self.found:
+            # Somebody updates some weights of a running model.
+            logger.info("fp8_inc: no KV scales among the new weights; all stay")
+            return
         self._check_all_taken()
         missing = [layer for layer in self.layers if not self._is_complete(layer)]
         if missing and (self.declared or self.found):
@@ -203,6 +209,7 @@ class ScaleLoader:
             if layer not in missing:
                 module.impl.scales = self._scales_of(layer, module)
         self._report(len(self.layers) - len(missing))
+        self.is_loaded = True
 
     def _is_complete(self, layer: str) -> bool:
         return {"k", "v"} <= self.found.get(layer, {}).keys()

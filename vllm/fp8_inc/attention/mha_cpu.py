@@ -163,6 +163,12 @@ class CPUFp8Impl(CPUAttentionBackendImpl):
         vllm_config = get_current_vllm_config()
         self.format = Settings.of(vllm_config).format
         self.scales: AttentionScales | None = None
+        if self.kv_sharing_target_layer_name is not None:
+            raise NotImplementedError(
+                "--kv-cache-dtype fp8_inc on CPU does not support layers that share "
+                f"the KV cache of {self.kv_sharing_target_layer_name}; serve with "
+                "--kv-cache-dtype auto"
+            )
         if upstream_reads(vllm_config, head_size):
             return
         logger.info_once(
@@ -198,8 +204,6 @@ class CPUFp8Impl(CPUAttentionBackendImpl):
             kv_cache: [blocks, kv_heads, block_size, 2 * head_size].
             slot_mapping: [tokens], -1 for padding.
         """
-        if self.kv_sharing_target_layer_name is not None:
-            return
         tokens, slots = valid_slots(slot_mapping)
         blocks = slots // kv_cache.shape[2]
         offsets = slots % kv_cache.shape[2]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.fp8_inc.adjustment import Adjustment, resolve_adjustment
 from vllm.fp8_inc.layers.linear import Fp8StaticLinearScheme
 from vllm.fp8_inc.layers.moe import Fp8StaticMoEMethod
@@ -25,23 +25,29 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsScheme,
 )
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
 
 class Fp8IncCompressedTensorsConfig(CompressedTensorsConfig):
     """Upstream's configuration, with FP8-static layers that run on CPU."""
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "Fp8IncCompressedTensorsConfig":
-        loaded = super().from_config(config)
-        # Upstream's Attention reads "auto" as "fp8" where this is set, and its KV
-        # method loads no scale of MLA: loading.py does both instead.
-        loaded.kv_cache_scheme = None
-        return loaded
+    @property
+    def kv_cache_scheme(self) -> dict[str, Any] | None:
+        """The scheme of the checkpoint, while upstream serves the cache.
+
+        Hidden otherwise: upstream's Attention reads "auto" as "fp8" where it sees
+        one, and loading.py loads the scales of an fp8_inc cache.
+        """
+        return self._kv_cache_scheme if _upstream_serves_cache() else None
+
+    @kv_cache_scheme.setter
+    def kv_cache_scheme(self, scheme: dict[str, Any] | None) -> None:
+        self._kv_cache_scheme = scheme
 
     def get_quant_method(
         self, layer: torch.nn.Module, prefix: str
     ) -> QuantizeMethodBase | None:
-        if isinstance(layer, Attention):
+        if isinstance(layer, Attention) and not _upstream_serves_cache():
             return None
         if isinstance(layer, RoutedExperts):
             self._add_fused_moe_to_target_scheme_map()
@@ -72,6 +78,15 @@ class Fp8IncCompressedTensorsConfig(CompressedTensorsConfig):
     def _adjustment(self) -> Adjustment:
         settings = Settings.of(get_current_vllm_config())
         return resolve_adjustment(self.config, settings.format)
+
+
+def _upstream_serves_cache() -> bool:
+    """Whether the KV cache is quantised, and not as fp8_inc."""
+    config = get_current_vllm_config_or_none()
+    if config is None:
+        return True
+    dtype = config.cache_config.cache_dtype
+    return is_quantized_kv_cache(dtype) and dtype != "fp8_inc"
 
 
 def _is_fp8_static(

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
+"""Runs every benchmark: ``make bench``."""
+
+from benchmarks import accuracy
+
+if __name__ == "__main__":
+    accuracy.main()
