@@ -15,7 +15,7 @@ from tests.checkpoints import (
     weights,
     write,
 )
-from tests.engines import attention_layers, engine
+from tests.engines import acting, attention_layers, engine
 from vllm.fp8_inc.sources.producers import PRODUCERS, Producer, Tensor
 
 BUILDERS = {"MHA": llama_config, "MLA": deepseek_config}
@@ -29,10 +29,6 @@ def value(tensor: Tensor, n: int) -> float:
     """Dequant scale of layer n: no two roles, no two layers have the same."""
     base = FUSED if len(tensor.roles) > 1 else BASE[tensor.roles[0]]
     return base * (1 + 0.3 * n)
-
-
-def acting(scale: float) -> float:
-    return torch.tensor(scale).reciprocal().bfloat16().float().reciprocal().item()
 
 
 def variants(row: Producer, kind: str) -> Iterator[Tensors]:
