@@ -222,3 +222,21 @@ def write(
     (folder / "generation_config.json").write_text("{}")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
+
+
+BUILDERS = {"mla": deepseek_config, "gqa": llama_config}
+
+
+def checkpoint(
+    folder: Path,
+    kind: str,
+    scales: dict[str, torch.Tensor] | None = None,
+    **quantization: Any,
+) -> str:
+    """bf16 weights and KV scales, with a kv_cache_scheme that declares them."""
+    config = BUILDERS[kind]()
+    config["quantization_config"] = quantization_config(
+        config_groups={}, **quantization
+    )
+    scales = kv_scales(config) if scales is None else scales
+    return write(folder, config, weights(config) | scales)

@@ -20,6 +20,8 @@ import pytest
 @pytest.fixture
 def caplog_vllm(caplog):
     """caplog with the records of vLLM's loggers, which do not propagate."""
+    import vllm.logger  # noqa: F401  (configures it, which drops handlers)
+
     logger = logging.getLogger("vllm")
     logger.addHandler(caplog.handler)
     with caplog.at_level(logging.INFO, logger="vllm"):

@@ -109,3 +109,21 @@ def attention_layers(llm: Any) -> list[nn.Module]:
 def prompt(length: int, seed: int = 0) -> list[int]:
     """Token ids without a period."""
     return [(7 * i * i + 3 * i + 11 * seed) % 128 for i in range(length)]
+
+
+def acting(scale: float) -> float:
+    """The dequant scale that acts: 1 / bf16(1 / scale)."""
+    return torch.tensor(scale).reciprocal().bfloat16().float().reciprocal().item()
+
+
+def loaded(llm: Any) -> list[dict[str, float | None]]:
+    """The dequant scales that act in each layer."""
+    scales = [layer.impl.scales for layer in attention_layers(llm)]
+    return [
+        {
+            "k": s.k.dequant_scale.item(),
+            "v": s.v.dequant_scale.item(),
+            "q": s.q and s.q.dequant_scale.item(),
+        }
+        for s in scales
+    ]

@@ -3,12 +3,13 @@
 """Scales reach every layer of a real engine, or the start says why not."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.checkpoints import (
+    BUILDERS,
+    checkpoint,
     deepseek_config,
     kv_scales,
     llama_config,
@@ -17,24 +18,17 @@ from tests.checkpoints import (
     weights,
     write,
 )
-from tests.engines import ask, attention_layers, engine, model_of, prompt
+from tests.engines import (
+    acting,
+    ask,
+    attention_layers,
+    engine,
+    loaded,
+    model_of,
+    prompt,
+)
 
-BUILDERS = {"mla": deepseek_config, "gqa": llama_config}
 LAYER = "model.layers.1.self_attn"
-
-
-def checkpoint(
-    folder: Path,
-    kind: str,
-    scales: dict[str, torch.Tensor] | None = None,
-    **quantization: Any,
-) -> str:
-    config = BUILDERS[kind]()
-    config["quantization_config"] = quantization_config(
-        config_groups={}, **quantization
-    )
-    scales = kv_scales(config) if scales is None else scales
-    return write(folder, config, weights(config) | scales)
 
 
 def fp8_static(folder: Path, kind: str, factor: float = 1) -> str:
@@ -43,23 +37,6 @@ def fp8_static(folder: Path, kind: str, factor: float = 1) -> str:
     config["quantization_config"] = quantization_config()
     scales = {key: scale * factor for key, scale in kv_scales(config).items()}
     return write(folder, config, quantize(weights(config)) | scales)
-
-
-def acting(scale: float) -> float:
-    """The dequant scale that acts: 1 / bf16(1 / scale)."""
-    return torch.tensor(scale).reciprocal().bfloat16().float().reciprocal().item()
-
-
-def loaded(llm: Any) -> list[dict[str, float | None]]:
-    scales = [layer.impl.scales for layer in attention_layers(llm)]
-    return [
-        {
-            "k": s.k.dequant_scale.item(),
-            "v": s.v.dequant_scale.item(),
-            "q": s.q and s.q.dequant_scale.item(),
-        }
-        for s in scales
-    ]
 
 
 @pytest.mark.parametrize("kind", BUILDERS)
@@ -154,7 +131,13 @@ def test_one_line_says_what_was_loaded(tmp_path, caplog_vllm):
         pass
     lines = [line for line in caplog_vllm.messages if line.startswith("fp8_inc:")]
     assert len(lines) == 1
-    for part in ("3 of 3 layers", "compressed-tensors", "gaudi2", "gaudi3", "x 0.5357"):
+    for part in (
+        "3 of 3 layers",
+        "llm-compressor (attention)",
+        "gaudi2",
+        "gaudi3",
+        "x 0.5357",
+    ):
         assert part in lines[0]
 
 
@@ -194,7 +177,9 @@ BAD = {
     "negative": (f"{LAYER}.q_scale", torch.tensor([-0.5]), "is -0.5"),
     "two values": (f"{LAYER}.k_scale", torch.tensor([0.1, 0.2]), "shape (2,)"),
     "integer": (f"{LAYER}.k_scale", torch.tensor([1]), "dtype torch.int64"),
-    "no reciprocal": (f"{LAYER}.k_scale", torch.tensor([1e-40]), "no reciprocal"),
+    "subnormal": (f"{LAYER}.k_scale", torch.tensor([1e-40]), "subnormal"),
+    "huge": (f"{LAYER}.v_scale", torch.tensor([1e31]), "is 1e+31"),
+    "zero-point": (f"{LAYER}.v_zero_point", torch.tensor([3]), "must be 0"),
 }
 
 
@@ -204,13 +189,11 @@ def test_a_bad_scale_stops_the_start(tmp_path, kind, case):
     key, tensor, expected = BAD[case]
     scales = kv_scales(BUILDERS[kind]())
     scales[key] = tensor.clone()
-    if case == "no reciprocal":
-        scales[key.replace("k_scale", "v_scale")] = tensor
     path = checkpoint(tmp_path, kind, scales)
     with pytest.raises(ValueError) as caught, engine(path):
         pass
     message = str(caught.value)
-    for part in (str(tmp_path / "model.safetensors"), LAYER, "_scale", expected):
+    for part in (str(tmp_path / "model.safetensors"), key, expected):
         assert part in message
 
 
@@ -223,7 +206,7 @@ def test_a_missing_scale_stops_the_start(tmp_path, kind, roles):
     path = checkpoint(tmp_path, kind, scales)
     with pytest.raises(ValueError) as caught, engine(path):
         pass
-    for part in (path, "layers.1.self_attn", "missing_scales", f"{roles[0]}_scale"):
+    for part in (path, f"{LAYER}.{roles[0]}_scale", "missing_scales"):
         assert part in str(caught.value)
 
 
@@ -237,7 +220,8 @@ def test_declared_but_none_present_stops_the_start(tmp_path):
     "key, message",
     [
         ("model.layers.7.self_attn.k_scale", "belongs to no attention layer"),
-        ("encoder.layers.2.self_attn.k_scale", "are both for k of layers.2"),
+        ("other.layers.2.self_attn.k_scale", "are both for k of layers.2"),
+        ("model.layers.2.self_attn.k_cache.scale", "are both for k of layers.2"),
     ],
 )
 def test_a_scale_of_no_layer_stops_the_start(tmp_path, key, message):

@@ -3,6 +3,7 @@
 """Dequant scales are read strictly and undo exactly what the quant scale did."""
 
 import math
+import re
 
 import ml_dtypes
 import numpy as np
@@ -116,8 +117,22 @@ def test_an_integer_is_an_error_that_names_the_dtype(dtype):
         read_dequant_scale(torch.ones(1, dtype=dtype))
 
 
-def test_the_smallest_denormal_is_read_but_cannot_be_used():
-    value = read_dequant_scale(torch.tensor([1e-45]))
-    assert 0 < value < 2e-45
-    with pytest.raises(ValueError, match="has no reciprocal"):
-        StaticScale.from_dequant(value, torch.bfloat16)
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        (1e-45, "subnormal"),
+        (2.0**-127, "subnormal"),
+        (2.0**-126, None),
+        (1e30, None),
+        (1.1e30, "no activation is above 1e+30"),
+        (3e38, "no activation is above 1e+30"),
+    ],
+)
+def test_a_size_that_no_amax_has_is_an_error_that_names_the_value(value, expected):
+    tensor = torch.tensor([value], dtype=torch.float64)
+    if expected is None:
+        assert read_dequant_scale(tensor) == value
+        return
+    with pytest.raises(ValueError, match=re.escape(expected)) as error:
+        read_dequant_scale(tensor)
+    assert f"is {value:g}" in str(error.value)

@@ -31,6 +31,13 @@ def test_the_device_chooses_the_format(device, fmt):
     assert settings_of({"fp8_inc": {"device": device}}).format is fmt
 
 
+def test_legacy_scales_is_a_path_or_nothing():
+    assert settings_of({}).legacy_scales is None
+    assert settings_of({"fp8_inc": {"legacy_scales": "a.json"}}).legacy_scales == (
+        "a.json"
+    )
+
+
 def test_missing_scales_may_be_unit():
     settings = settings_of({"fp8_inc": {"missing_scales": "unit"}})
     assert (settings.missing_scales, settings.device) == ("unit", "gaudi3")
@@ -44,6 +51,8 @@ def test_missing_scales_may_be_unit():
         ({"device": None}, ['"device"', "None"]),
         ({"device": ["gaudi2"]}, ['"device"', "['gaudi2']"]),
         ({"missing_scales": "ignore"}, ['"missing_scales"', "'ignore'", "unit"]),
+        ({"legacy_scales": 3}, ['"legacy_scales"', "3"]),
+        ({"legacy_scales": ""}, ['"legacy_scales"', "''"]),
         ({"devise": "gaudi2"}, ['"devise"', "'gaudi2'"]),
         (
             {"device": 2, "missing_scales": True},

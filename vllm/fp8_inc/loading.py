@@ -16,18 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vllm.fp8_inc.adjustment import Adjustment, resolve_adjustment
 from vllm.fp8_inc.environment import check_on_cpu
-from vllm.fp8_inc.scales import AttentionScales, StaticScale, read_dequant_scale
+from vllm.fp8_inc.scale_loader import ScaleLoader
 from vllm.fp8_inc.settings import Settings
-from vllm.fp8_inc.sources.checkpoint import (
-    Role,
-    declared_scheme,
-    file_of,
-    layer_index,
-    layer_of,
-    match_scale_key,
-)
+from vllm.fp8_inc.sources.checkpoint import match_scale_key
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
@@ -37,7 +29,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 CACHE_DTYPE = "fp8_inc"
-_UNIT_SCALES = "unit scales"
 
 
 def attach(
@@ -80,6 +71,11 @@ def attach(
     elif ours and not is_quantized_kv_cache(vllm_config.cache_config.cache_dtype):
         loader = _IgnoredScales()
     else:
+        if Settings.of(vllm_config).legacy_scales:
+            logger.warning_once(
+                "fp8_inc: legacy_scales is not used: no layer has "
+                "--kv-cache-dtype fp8_inc"
+            )
         return
     load_weights = model.load_weights
 
@@ -117,178 +113,3 @@ class _IgnoredScales:
                 self.dropped,
             )
         self.dropped = 0
-
-
-class ScaleLoader:
-    """Collects the scales of one model and hands them to its attention layers."""
-
-    def __init__(
-        self,
-        layers: dict[str, nn.Module],
-        vllm_config: "VllmConfig",
-        model_config: "ModelConfig",
-    ) -> None:
-        self.dtype = model_config.dtype
-        self.model = model_config.model
-        text_config = model_config.hf_text_config
-        self.num_layers = text_config.num_hidden_layers
-        # Layers of a draft model, which a checkpoint holds after the model's own.
-        self.num_draft_layers = getattr(text_config, "num_nextn_predict_layers", 0) or 0
-        self.settings = Settings.of(vllm_config)
-        quantization = getattr(model_config.hf_config, "quantization_config", None)
-        self.declared = declared_scheme(quantization)
-        self.adjustment: Adjustment = resolve_adjustment(
-            quantization, self.settings.format
-        )
-        self.layers: dict[str, nn.Module] = {}
-        for name, module in layers.items():
-            layer = layer_of(name)
-            if layer is None or layer in self.layers:
-                raise ValueError(
-                    f"--kv-cache-dtype fp8_inc: attention layer {name} cannot be "
-                    "matched to the names of a checkpoint; serve this model with "
-                    "--kv-cache-dtype auto"
-                )
-            self.layers[layer] = module
-        self.found: dict[str, dict[Role, tuple[str, float]]] = {}
-        self.is_loaded = False
-
-    def set_unit_scales(self) -> None:
-        """Sets dequant_scale 1.0 on every layer."""
-        unit = StaticScale.from_dequant(1.0, self.dtype)
-        for module in self.layers.values():
-            module.impl.scales = AttentionScales(unit, unit, None, _UNIT_SCALES)
-
-    def keep_back(
-        self, weights: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Passes weights through and keeps the scales.
-
-        Raises:
-            ValueError: For a scale that is not a positive finite number.
-        """
-        self.found.clear()
-        for key, tensor in weights:
-            scale = match_scale_key(key)
-            if scale is None:
-                yield key, tensor
-                continue
-            try:
-                value = read_dequant_scale(tensor)
-            except ValueError as error:
-                raise ValueError(
-                    f"{file_of(key, self.model)}: {key} {error}. Calibrate the "
-                    "checkpoint again, or serve with --kv-cache-dtype auto"
-                ) from None
-            roles = self.found.setdefault(scale.layer, {})
-            known = roles.setdefault(scale.role, (key, value))
-            if known != (key, value):
-                raise ValueError(
-                    f"{file_of(key, self.model)}: {key} ({value:g}) and {known[0]} "
-                    f"({known[1]:g}) are both for {scale.role} of {scale.layer}; "
-                    "remove one"
-                )
-
-    def finish(self) -> None:
-        """Hands out the scales and reports them in one line.
-
-        Raises:
-            ValueError: If scales are missing that the checkpoint declares, or
-                present for a layer that the model does not have.
-        """
-        if self.is_loaded and not self.found:
-            # Somebody updates some weights of a running model.
-            logger.info("fp8_inc: no KV scales among the new weights; all stay")
-            return
-        self._check_all_taken()
-        missing = [layer for layer in self.layers if not self._is_complete(layer)]
-        if missing and (self.declared or self.found):
-            self._refuse_or_warn(missing)
-        self.set_unit_scales()
-        for layer, module in self.layers.items():
-            if layer not in missing:
-                module.impl.scales = self._scales_of(layer, module)
-        self._report(len(self.layers) - len(missing))
-        self.is_loaded = True
-
-    def _is_complete(self, layer: str) -> bool:
-        return {"k", "v"} <= self.found.get(layer, {}).keys()
-
-    def _check_all_taken(self) -> None:
-        for layer, roles in self.found.items():
-            if layer not in self.layers and not self._is_elsewhere(layer):
-                key = next(iter(roles.values()))[0]
-                raise ValueError(
-                    f"{file_of(key, self.model)}: {key} belongs to no attention "
-                    f"layer of the model, which has {sorted(self.layers)}"
-                )
-
-    def _is_elsewhere(self, layer: str) -> bool:
-        """Whether another rank or model, or an unquantised layer, is meant."""
-        return layer_index(layer) < self.num_layers + self.num_draft_layers
-
-    def _refuse_or_warn(self, missing: list[str]) -> None:
-        layer = missing[0]
-        roles = [role for role in ("k", "v") if role not in self.found.get(layer, {})]
-        keys = ", ".join(f"{layer}.{role}_scale" for role in roles)
-        if self.settings.missing_scales == "error":
-            raise ValueError(
-                f"{self.model}: {keys} and the scales of {len(missing) - 1} more "
-                "layers are missing, but config.json declares "
-                "quantization_config.kv_cache_scheme or other layers have theirs. "
-                "Add them (is their shard named in model.safetensors.index.json?), "
-                'or set --additional-config \'{"fp8_inc": {"missing_scales": '
-                '"unit"}}\' to use dequant_scale 1.0'
-            )
-        logger.warning(
-            "fp8_inc: missing_scales=unit: dequant_scale 1.0 for %d layers that "
-            "lack scales (%s)",
-            len(missing),
-            ", ".join(missing),
-        )
-
-    def _scales_of(self, layer: str, module: nn.Module) -> AttentionScales:
-        values = {role: value for role, (_, value) in self.found[layer].items()}
-        if hasattr(module, "kv_lora_rank"):
-            # One latent serves K and V: the larger covers both.
-            values["k"] = values["v"] = max(values["k"], values["v"])
-        factor = self.adjustment.factor
-        try:
-            static = {
-                role: StaticScale.from_dequant(value * factor, self.dtype)
-                for role, value in values.items()
-            }
-        except ValueError as error:
-            key = self.found[layer]["k"][0]
-            raise ValueError(f"{file_of(key, self.model)}: {key}: {error}") from None
-        return AttentionScales(
-            static["k"], static["v"], static.get("q"), "compressed-tensors"
-        )
-
-    def _report(self, loaded: int) -> None:
-        if not loaded:
-            logger.info(
-                "fp8_inc: no KV scales in the checkpoint: dequant_scale 1.0 for all "
-                "%d layers, served on %s (max %g)",
-                len(self.layers),
-                self.settings.device,
-                self.settings.format.max,
-            )
-            return
-        mla = any(hasattr(module, "kv_lora_rank") for module in self.layers.values())
-        has_q = all("q" in roles for roles in self.found.values())
-        logger.info(
-            "fp8_inc: KV scales of %d of %d layers from compressed-tensors%s; q %s "
-            "(not quantised on CPU); made for %s (max %g; %s), served on %s (max %g): "
-            "dequant scales x %.4g",
-            loaded,
-            len(self.layers),
-            " (MLA: the larger of k and v for the latent)" if mla else "",
-            "loaded" if has_q else "absent",
-            self.adjustment.quantised_for.name,
-            self.adjustment.quantised_for.max,
-            self.adjustment.reason,
-            self.settings.device,
-            self.settings.format.max,
-            self.adjustment.factor,
-        )

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+_SMALLEST_NORMAL = 2.0**-126
+_LARGEST = 1e30
+
 
 @dataclass(frozen=True)
 class StaticScale:
@@ -56,12 +59,31 @@ class AttentionScales:
         v: For what is cached as V (MLA: read from the same bytes).
         q: For the query of the prefill, or None where the checkpoint has none.
         source: Where they come from, for the report.
+        prob: For the softmax's output, or None where the checkpoint has none.
     """
 
     k: StaticScale
     v: StaticScale
     q: StaticScale | None
     source: str
+    prob: StaticScale | None = None
+
+
+def check_dequant_scale(value: float) -> None:
+    """Checks that ``value`` can be a dequant scale.
+
+    Raises:
+        ValueError: If it is not positive and finite, or of a size that no amax has.
+    """
+    if not 0 < value < math.inf:
+        raise ValueError(f"is {value}, but a dequant scale is positive and finite")
+    if value < _SMALLEST_NORMAL:
+        raise ValueError(
+            f"is {value:g}, a subnormal float32 number (below {_SMALLEST_NORMAL:.3g}), "
+            "which no calibration gives"
+        )
+    if value > _LARGEST:
+        raise ValueError(f"is {value:g}, but no activation is above {_LARGEST:g}")
 
 
 def read_dequant_scale(tensor: torch.Tensor) -> float:
@@ -71,7 +93,8 @@ def read_dequant_scale(tensor: torch.Tensor) -> float:
         tensor: One element, any shape of ones, any floating dtype.
 
     Raises:
-        ValueError: If it is not one positive finite number.
+        ValueError: If it is not one positive finite number, as
+            ``check_dequant_scale`` has it.
     """
     if tensor.numel() != 1:
         raise ValueError(
@@ -80,6 +103,5 @@ def read_dequant_scale(tensor: torch.Tensor) -> float:
     if not tensor.is_floating_point():
         raise ValueError(f"has dtype {tensor.dtype}, but a floating dtype is expected")
     value = tensor.double().item()
-    if not 0 < value < math.inf:
-        raise ValueError(f"is {value}, but a dequant scale is positive and finite")
+    check_dequant_scale(value)
     return value

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """What a user sets under ``--additional-config '{"fp8_inc": {...}}'``."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm.fp8_inc.formats import FORMATS, Fp8Format
 
@@ -19,12 +19,15 @@ class Settings(BaseModel):
         device: The Gaudi whose numbers a CPU computes with.
         missing_scales: What to do where a checkpoint declares a KV scheme and
             lacks scales: stop ("error") or use dequant_scale 1.0 ("unit").
+        legacy_scales: Path of a JSON in the form of --quantization-param-path,
+            whose scales replace the checkpoint's.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     device: Literal["gaudi2", "gaudi3"] = "gaudi3"
     missing_scales: Literal["error", "unit"] = "error"
+    legacy_scales: Annotated[str, Field(min_length=1)] | None = None
 
     @property
     def format(self) -> Fp8Format:

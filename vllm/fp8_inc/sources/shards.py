@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
+"""Shards that lie in the checkpoint's folder and that no index names.
+
+vLLM skips them without a word, as it must: a folder may hold a model twice, in
+Hugging Face's names and in Mistral's. Scales that exist nowhere else are another
+matter.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm.fp8_inc.sources.checkpoint import ScaleKey, match_scale_key
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+def unlisted_scales(model: str) -> Iterator[tuple[Path, str, ScaleKey]]:
+    """Yields file, key and meaning of each scale in a shard that no index names.
+
+    Only headers of those shards are read. Nothing is yielded for a folder without
+    an index, of which vLLM loads every shard, or for a name on a hub.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    folder = Path(model)
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if not indices:
+        return
+    listed: set[str] = set()
+    for index in indices:
+        listed.update(json.loads(index.read_text())["weight_map"].values())
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name in listed:
+            continue
+        try:
+            with safe_open(path, framework="pt") as shard:
+                keys = list(shard.keys())
+        except SafetensorError as error:
+            logger.warning("fp8_inc: %s, which no index names: %s", path, error)
+            continue
+        for key in keys:
+            found = match_scale_key(key)
+            if found is not None and not found.tower:
+                yield path, key, found
