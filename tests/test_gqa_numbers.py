@@ -21,7 +21,7 @@ from tests.checkpoints import (
     write,
 )
 from tests.engines import ask, engine, prompt
-from tests.oracle import fake_quantize
+from tests.weight_oracle import fake_quantize
 from vllm.fp8_inc.attention import mha_cpu
 
 BOUND = 2e-3  # as in test_mla_numbers.py

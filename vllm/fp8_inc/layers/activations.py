@@ -31,9 +31,7 @@ def quantize(
     return fmt.cast(x, quant_scale), quant_scale.float().reciprocal()
 
 
-def quantize_rows(
-    x: torch.Tensor, fmt: Fp8Format
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor, fmt: Fp8Format) -> tuple[torch.Tensor, torch.Tensor]:
     """Casts each row by its own amax, with the arithmetic of the HPU worker.
 
     dequant_scale = (amax + 1e-8) / max and quant_scale = 1 / dequant_scale, each

@@ -66,7 +66,7 @@ class Fp8IncCompressedTensorsConfig(ServedOnCpu, CompressedTensorsConfig):
 
     def _recipe(self, weights: QuantizationArgs, inputs: QuantizationArgs) -> Fp8Recipe:
         return Fp8Recipe(
-            weights.strategy.value,
+            QuantizationStrategy(weights.strategy).value,
             static_inputs=not inputs.dynamic,
             adjustment=self.adjustment_for(self.config),
             block=tuple(weights.block_structure or (128, 128)),

@@ -89,6 +89,4 @@ def _fake(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-direct_register_custom_op(
-    op_name="fp8_experts", op_func=fp8_experts, fake_impl=_fake
-)
+direct_register_custom_op(op_name="fp8_experts", op_func=fp8_experts, fake_impl=_fake)

@@ -62,6 +62,4 @@ def _fake(
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-direct_register_custom_op(
-    op_name="fp8_linear", op_func=fp8_linear, fake_impl=_fake
-)
+direct_register_custom_op(op_name="fp8_linear", op_func=fp8_linear, fake_impl=_fake)
