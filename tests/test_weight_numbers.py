@@ -2,10 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """Engines in float32 on FP8 weights of every kind, against transformers.
 
-The median over the positions is compared, not the mean as in test_mla_numbers.py: a
-latent that is quantised twice lies on exact ties, and one that falls to the other side
-moves its own position only. A wrong scale or rounding moves them all, as the second
-test shows.
+Why medians are compared: median_distance in test_mla_numbers.py. That they catch a
+wrong scale or rounding shows the second test.
 """
 
 from pathlib import Path
@@ -24,12 +22,17 @@ from tests.checkpoints import (
     weights,
     write,
 )
-from tests.engines import Answer
 from tests.oracle import Oracle
-from tests.test_mla_numbers import LATENT, answers, device
+from tests.test_mla_numbers import (
+    LATENT,
+    MEDIAN_BOUND,
+    SHORT_PROMPTS,
+    answers,
+    device,
+    median_distance,
+)
 from tests.weight_oracle import WeightOracle, fake_quantize, requantize_blocks, widen
 
-BOUND = 1e-4
 # Neither of the fused projections, nor the experts, nor the latent with its rope
 # fill their last block.
 BLOCK_SIZES = {
@@ -118,12 +121,6 @@ def fp8_block_q_lora(folder: Path) -> str:
     return fp8_block(folder, q_lora_rank=128)
 
 
-def distance(answer: Answer, oracle: Oracle) -> float:
-    """Median absolute difference of log-probabilities that the prefill computed."""
-    expected = oracle.logprobs(answer.tokens)[: answer.prompt_tokens]
-    return (answer.prefill - expected).abs().median().item()
-
-
 @DEVICES
 @pytest.mark.parametrize(
     "checkpoint",
@@ -141,8 +138,8 @@ def test_mla_and_experts_equal_transformers(tmp_path, checkpoint, served, maximu
     path = checkpoint(tmp_path)
     factor = 448 / maximum
     oracle = Oracle(path, [s * factor for s in LATENT], maximum, factor)
-    for answer in answers(path, **device(served)):
-        assert distance(answer, oracle) < BOUND
+    served_answers = answers(path, SHORT_PROMPTS, **device(served))
+    assert median_distance(served_answers, oracle) < MEDIAN_BOUND
 
 
 def without_dynamic(oracle: WeightOracle) -> None:
@@ -182,5 +179,5 @@ def blocks_flipped(oracle: WeightOracle) -> None:
 def test_the_bound_catches(tmp_path, checkpoint, wrong):
     path = checkpoint(tmp_path)
     oracle = Oracle(path, LATENT, wrong=wrong)
-    for answer in answers(path):
-        assert distance(answer, oracle) > 20 * BOUND
+    distance = median_distance(answers(path, SHORT_PROMPTS), oracle)
+    assert distance > 20 * MEDIAN_BOUND
