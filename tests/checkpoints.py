@@ -190,12 +190,19 @@ def quantization_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def fp8_config(static: bool = False, **changes: Any) -> dict[str, Any]:
+    """quant_method fp8, as AutoFP8 and the official DeepSeek checkpoints write it."""
+    scheme = "static" if static else "dynamic"
+    return {"quant_method": "fp8", "activation_scheme": scheme} | changes
+
+
 def quantize(
     tensors: dict[str, torch.Tensor],
     maximum: float = 448.0,
     per_channel: bool = False,
+    static: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Makes every projection FP8 static, with an unequal input_scale for each."""
+    """Makes every projection FP8, with an unequal input_scale for each if static."""
     result: dict[str, torch.Tensor] = {}
     for count, (name, tensor) in enumerate(tensors.items()):
         if "_proj" not in name or not name.endswith(".weight"):
@@ -207,9 +214,39 @@ def quantize(
         codes = (tensor.float() / scale).clamp(-maximum, maximum)
         result[name] = codes.to(torch.float8_e4m3fn)
         result[name.replace(".weight", ".weight_scale")] = scale
-        result[name.replace(".weight", ".input_scale")] = torch.tensor(
-            [(6 + count % 5) / maximum]
-        )
+        if static:
+            result[name.replace(".weight", ".input_scale")] = torch.tensor(
+                [(6 + count % 5) / maximum]
+            )
+    return result
+
+
+def quantize_blocks(
+    tensors: dict[str, torch.Tensor], block: int = 128
+) -> dict[str, torch.Tensor]:
+    """Makes every projection FP8 with a scale for each block, as DeepSeek-V3's.
+
+    Blocks of one weight get amplitudes that differ, so that a wrong one shows.
+    """
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if "_proj" not in name or not name.endswith(".weight"):
+            result[name] = tensor
+            continue
+        rows, columns = (-(-size // block) for size in tensor.shape)
+        steps = 2.0 ** ((torch.arange(rows)[:, None] + torch.arange(columns)) % 3 - 1)
+
+        def widen(scale: torch.Tensor, shape: torch.Size = tensor.shape):
+            wide = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
+            return wide[: shape[0], : shape[1]]
+
+        values = tensor.float() * widen(steps)
+        padded = torch.zeros(rows * block, columns * block)
+        padded[: tensor.shape[0], : tensor.shape[1]] = values.abs()
+        scale = padded.view(rows, block, columns, block).amax((1, 3)) / 448
+        codes = (values / widen(scale)).clamp(-448, 448)
+        result[name] = codes.to(torch.float8_e4m3fn)
+        result[f"{name}_scale_inv"] = scale
     return result
 
 

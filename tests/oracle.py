@@ -2,34 +2,23 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """transformers' DeepSeek-V2 in float32, fake-quantised by ml_dtypes.
 
-Shares no code with the engine: FP8 rounding is ml_dtypes', the model is
-transformers', weights come straight from the safetensors file.
+Shares no code with the engine: FP8 rounding is ml_dtypes' (tests/weight_oracle.py), the
+model is transformers', weights come straight from the safetensors file.
 """
 
 import contextlib
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-import ml_dtypes
-import numpy as np
 import torch
 from safetensors.torch import load_file
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 
-_DTYPES = {240.0: ml_dtypes.float8_e4m3, 448.0: ml_dtypes.float8_e4m3fn}
-
-
-def fake_quantize(
-    x: torch.Tensor, dequant_scale: float, maximum: float
-) -> torch.Tensor:
-    """x -> FP8 -> x, with the product and the reciprocal in the dtype of x."""
-    scale = torch.tensor(1 / np.float32(dequant_scale)).to(x.dtype)
-    scaled = (x * scale).float().clamp(-maximum, maximum).numpy()
-    codes = torch.from_numpy(scaled.astype(_DTYPES[maximum]).astype(np.float32))
-    return (codes / scale.float()).to(x.dtype)
+from tests.weight_oracle import WeightOracle, fake_quantize
 
 
 class Oracle:
@@ -40,6 +29,7 @@ class Oracle:
         latent_scales: dequant scale of each layer's latent, None: not quantised.
         maximum: 240.0 or 448.0, of the device.
         factor: Multiplies input scales (the adjustment rule).
+        wrong: Makes a mistake with the weights, for a test of the test.
     """
 
     def __init__(
@@ -48,17 +38,18 @@ class Oracle:
         latent_scales: list[float] | None = None,
         maximum: float = 448.0,
         factor: float = 1.0,
+        wrong: Callable[[WeightOracle], None] = lambda oracle: None,
     ) -> None:
         self.latent_scales = latent_scales
         self.maximum = maximum
-        self.factor = factor
         config = json.loads((Path(folder) / "config.json").read_text())
         config.pop("quantization_config", None)
         self.model = DeepseekV2ForCausalLM(
             DeepseekV2Config(**config, attn_implementation="eager")
         ).float()
-        self.input_scales: dict[str, float] = {}
-        self._load(load_file(Path(folder) / "model.safetensors"))
+        tensors = load_file(Path(folder) / "model.safetensors")
+        self.weights = WeightOracle(tensors, maximum, factor, wrong)
+        self._load(dict(self.weights.plain))
         self._hook()
         rope = config.get("rope_scaling")
         if rope:
@@ -67,14 +58,7 @@ class Oracle:
             for layer in self.model.model.layers:
                 layer.self_attn.scaling *= mscale**2
 
-    def _load(self, tensors: dict[str, torch.Tensor]) -> None:
-        plain = {}
-        for name, tensor in tensors.items():
-            if name.endswith(".input_scale"):
-                self.input_scales[name.removesuffix(".input_scale")] = tensor.item()
-            elif name.endswith(".weight"):
-                scale = tensors.get(name.replace(".weight", ".weight_scale"))
-                plain[name] = tensor.float() * (1 if scale is None else scale)
+    def _load(self, plain: dict[str, torch.Tensor]) -> None:
         experts = [name for name in plain if ".experts." in name]
         stacks: dict[str, list[torch.Tensor]] = {}
         for name in sorted(experts, key=lambda n: int(n.split(".experts.")[1][0])):
@@ -87,12 +71,6 @@ class Oracle:
             plain[f"{block}gate_up_proj"] = torch.stack([torch.cat(p) for p in pairs])
             plain[f"{block}down_proj"] = torch.stack(stacks[f"{block}down_proj"])
         self.model.load_state_dict(plain)
-
-    def _static(self, x: torch.Tensor, names: list[str]) -> torch.Tensor:
-        scales = [self.input_scales[n] for n in names if n in self.input_scales]
-        if not scales:
-            return x
-        return fake_quantize(x, max(scales) * self.factor, self.maximum)
 
     def _hook(self) -> None:
         fused = {
@@ -109,9 +87,7 @@ class Oracle:
                 ):
                     parts = fused["q_a_proj"]
                 names = [f"{parent}.{part}" for part in parts]
-                module.register_forward_pre_hook(
-                    lambda _, args, names=names: (self._static(args[0], names),)
-                )
+                self.weights.hook(module, names)
             if name.endswith("mlp.experts"):
                 module.forward = self._experts(name, module)
         if self.latent_scales is not None:
@@ -130,12 +106,12 @@ class Oracle:
 
         def forward(x, ids, weights):
             out = torch.zeros_like(x)
-            x = self._static(x, hidden_names)
+            x = self.weights.input(x, hidden_names)
             for token in range(x.shape[0]):
                 for expert, weight in zip(ids[token], weights[token], strict=True):
                     gate, up = (module.gate_up_proj[expert] @ x[token]).chunk(2)
                     hidden = torch.nn.functional.silu(gate) * up
-                    hidden = self._static(hidden, [f"{name}.{expert}.down_proj"])
+                    hidden = self.weights.input(hidden, [f"{name}.{expert}.down_proj"])
                     out[token] += weight * (module.down_proj[expert] @ hidden)
             return out
 

@@ -6,6 +6,7 @@ With our own reader, which every CPU has; tests/attention/test_mha_cpu.py compar
 with upstream's where the machine has that.
 """
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,18 +15,23 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from tests.checkpoints import (
+    fp8_config,
     kv_scales,
     llama_config,
     quantization_config,
+    quantize,
+    quantize_blocks,
     weights,
     write,
 )
 from tests.engines import ask, engine, prompt
-from tests.oracle import fake_quantize
+from tests.weight_oracle import WeightOracle, fake_quantize
 from vllm.fp8_inc.attention import mha_cpu
 
 BOUND = 2e-3  # as in test_mla_numbers.py
 K = [0.011 + 0.005 * n for n in range(3)]
+PROMPTS = [prompt(50), prompt(23, seed=5)]
+FUSED = [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]
 V = [0.031 + 0.007 * n for n in range(3)]
 
 
@@ -33,7 +39,14 @@ V = [0.031 + 0.007 * n for n in range(3)]
 def expected(config, tensors, tokens, k_scales, v_scales, maximum):
     """log P of each token, by transformers."""
     model = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="eager"))
-    model.load_state_dict({name: t.float() for name, t in tensors.items()})
+    checkpoint = WeightOracle(tensors, maximum, 448 / maximum)
+    model.load_state_dict(checkpoint.plain)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            parent, _, leaf = name.rpartition(".")
+            parts = next((parts for parts in FUSED if leaf in parts), [leaf])
+            names = [f"{parent}.{part}" if parent else part for part in parts]
+            checkpoint.hook(module, names)
     model.float()
     scales = iter(k_scales)
     rotate = modeling_llama.apply_rotary_pos_emb
@@ -56,10 +69,16 @@ def served(tmp_path, monkeypatch):
     """Config, weights and the answers of an engine on Gaudi2's or Gaudi3's numbers."""
     monkeypatch.setattr(mha_cpu, "upstream_reads", lambda *_: False)
 
-    def serve(device, **options):
+    def serve(
+        device,
+        quantization=None,
+        quantize=lambda tensors: tensors,
+        prompts=PROMPTS,
+        **options,
+    ):
         config = llama_config()
-        tensors = weights(config)
-        quantization = quantization_config(config_groups={})
+        tensors = quantize(weights(config))
+        quantization = quantization or quantization_config(config_groups={})
         path = write(
             tmp_path,
             config | {"quantization_config": quantization},
@@ -67,7 +86,7 @@ def served(tmp_path, monkeypatch):
         )
         extra = {"fp8_inc": {"device": device}}
         with engine(path, dtype="float32", additional_config=extra, **options) as llm:
-            return config, tensors, ask(llm, [prompt(50), prompt(23, seed=5)])
+            return config, tensors, ask(llm, prompts)
 
     return serve
 
@@ -85,6 +104,32 @@ def test_equals_transformers(served, device, maximum, block_size):
         scales = [s * factor for s in K], [s * factor for s in V]
         oracle = expected(config, tensors, answer.tokens, *scales, maximum)
         assert distance(answer.logprobs, oracle) < BOUND
+
+
+@pytest.mark.parametrize("device, maximum", [("gaudi2", 240.0), ("gaudi3", 448.0)])
+@pytest.mark.parametrize(
+    "quantization, quantize",
+    [
+        pytest.param(fp8_config(True), quantize, id="static"),
+        pytest.param(fp8_config(), partial(quantize, static=False), id="dynamic"),
+        pytest.param(
+            fp8_config(weight_block_size=[128, 128]), quantize_blocks, id="block"
+        ),
+    ],
+)
+def test_fp8_checkpoints_equal_transformers(
+    served, device, maximum, quantization, quantize
+):
+    prompts = [prompt(12, seed) for seed in range(9)]
+    config, tensors, answers = served(device, quantization, quantize, prompts)
+    factor = 448 / maximum
+    scales = [s * factor for s in K], [s * factor for s in V]
+    distances = [
+        (a.logprobs - expected(config, tensors, a.tokens, *scales, maximum)).abs()
+        for a in answers
+    ]
+    # Not the mean: see median_distance in test_mla_numbers.py.
+    assert torch.cat(distances).median() < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ from tests.engines import Answer, ask, engine, prompt
 from tests.oracle import Oracle
 
 BOUND = 2e-3
+MEDIAN_BOUND = 1e-4
 PROMPTS = [prompt(50), prompt(23, seed=5)]
+SHORT_PROMPTS = [prompt(12, seed) for seed in range(9)]
 # k_scale < v_scale in every layer of kv_scales: the latent takes v's.
 LATENT = [0.031 + 0.007 * n for n in range(3)]
 K_ONLY = [0.011 + 0.005 * n for n in range(3)]
@@ -55,9 +57,11 @@ def device(name: str) -> dict[str, Any]:
     return {"additional_config": {"fp8_inc": {"device": name}}}
 
 
-def answers(path: str, **options: Any) -> list[Answer]:
+def answers(
+    path: str, prompts: list[list[int]] = PROMPTS, **options: Any
+) -> list[Answer]:
     with engine(path, dtype="float32", **options) as llm:
-        return ask(llm, PROMPTS)
+        return ask(llm, prompts)
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -69,6 +73,20 @@ def prefill_distance(answer: Answer, oracle: Oracle) -> float:
     return distance(
         answer.prefill, oracle.logprobs(answer.tokens)[: answer.prompt_tokens]
     )
+
+
+def median_distance(answers: list[Answer], oracle: Oracle) -> float:
+    """Median over the positions of many short prompts, of what the prefill computed.
+
+    For quantised activations: a thousand times as many values are rounded as in the
+    cache, so that some lie on a tie in every run, and one that falls to the other side
+    moves every later position of its prompt. A wrong scale moves all positions.
+    """
+    distances = [
+        (a.prefill - oracle.logprobs(a.tokens)[: a.prompt_tokens]).abs()
+        for a in answers
+    ]
+    return torch.cat(distances).median().item()
 
 
 @pytest.mark.parametrize("rope", [None, DEEPSEEK_YARN], ids=["default", "yarn"])
@@ -112,8 +130,8 @@ def test_fp8_static_weights_on_both_devices(tmp_path, served, flavor, maximum, f
     made_for = 240.0 if flavor.endswith("fnuz") else 448.0
     path = fp8_static(tmp_path, made_for, fp8_dtype_flavor=flavor)
     oracle = Oracle(path, [s * factor for s in LATENT], maximum, factor)
-    for answer in answers(path, **device(served)):
-        assert prefill_distance(answer, oracle) < BOUND
+    served_answers = answers(path, SHORT_PROMPTS, **device(served))
+    assert median_distance(served_answers, oracle) < MEDIAN_BOUND
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8_inc"])

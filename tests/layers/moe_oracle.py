@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from compressed_tensors.quantization import QuantizationArgs
 
 from tests import device_numbers
 from vllm.fp8_inc.adjustment import Adjustment
 from vllm.fp8_inc.formats import FORMATS
-from vllm.fp8_inc.layers.moe import Fp8StaticMoEMethod
+from vllm.fp8_inc.layers.moe import Fp8MoEMethod
+from vllm.fp8_inc.layers.recipe import Fp8Recipe
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 EXPERTS, HIDDEN, WIDTH = 4, 32, 16
@@ -29,7 +29,6 @@ ACTIVATIONS = {
 
 
 def moe_method(strategy, made_for, served_on, activation="silu", **config):
-    args = {"num_bits": 8, "type": "float", "dynamic": False}
     defaults = {
         "activation": MoEActivation(activation),
         "in_dtype": torch.bfloat16,
@@ -38,11 +37,10 @@ def moe_method(strategy, made_for, served_on, activation="silu", **config):
         "has_bias": False,
     }
     config = SimpleNamespace(**defaults | config)
-    return Fp8StaticMoEMethod(
-        QuantizationArgs(**args, strategy=strategy),
-        QuantizationArgs(**args, strategy="tensor"),
+    adjustment = Adjustment(FORMATS[made_for], FORMATS[served_on], "as the test says")
+    return Fp8MoEMethod(
+        Fp8Recipe(strategy, True, adjustment),
         SimpleNamespace(moe_config=config),
-        Adjustment(FORMATS[made_for], FORMATS[served_on], "as the test says"),
         NAME,
     )
 

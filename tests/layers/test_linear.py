@@ -8,13 +8,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 
 from tests import device_numbers
 from vllm.fp8_inc.adjustment import Adjustment
 from vllm.fp8_inc.formats import FORMATS
-from vllm.fp8_inc.layers.linear import Fp8StaticLinearScheme, PlainLinearMethod
+from vllm.fp8_inc.layers.linear import Fp8LinearScheme, PlainLinearMethod
+from vllm.fp8_inc.layers.recipe import Fp8Recipe
 
 WIDTHS, COLUMNS, TOKENS = [16, 8, 24], 32, 6
 SIZES = [0.05, 1.0, 7.0]
@@ -64,15 +65,16 @@ class Checkpoint:
         ``changes`` replace the second of its scales by a value, or by nothing.
         """
         layer = torch.nn.Module()
-        scheme = Fp8StaticLinearScheme(
-            QuantizationStrategy(self.strategy),
-            adjustment(self.made_for, served_on),
+        scheme = Fp8LinearScheme(
+            Fp8Recipe(self.strategy, True, adjustment(self.made_for, served_on)),
             "model.layers.4.self_attn.qkv_proj",
         )
         scheme.create_weights(
             layer,
+            input_size=COLUMNS,
             input_size_per_partition=COLUMNS,
             output_partition_sizes=WIDTHS,
+            output_size=sum(WIDTHS),
             params_dtype=dtype,
             weight_loader=None,
         )

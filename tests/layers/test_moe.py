@@ -28,7 +28,7 @@ MADE_FOR = pytest.mark.parametrize("made_for", ["gaudi2", "gaudi3"])
 
 
 def run(layer, x, weights, ids, on_input=False):
-    return torch.ops.vllm.fp8_static_experts(
+    return torch.ops.vllm.fp8_experts(
         x,
         weights,
         ids,

@@ -29,5 +29,7 @@ def register() -> None:
         "vllm.fp8_inc.attention.mla_cpu.CPUMLAPrefillBackend",
     )
     from vllm.fp8_inc.layers.compressed_tensors import Fp8IncCompressedTensorsConfig
+    from vllm.fp8_inc.layers.fp8 import Fp8IncFp8Config
 
     register_quantization_config("compressed-tensors")(Fp8IncCompressedTensorsConfig)
+    register_quantization_config("fp8")(Fp8IncFp8Config)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
-"""compressed-tensors checkpoints on CPU: FP8 W8A8 static goes to our layers.
+"""compressed-tensors checkpoints on CPU: FP8 W8A8 goes to our layers.
 
 Everything else stays upstream's. Registered in place of upstream's class by
 plugin.py, on CPU only.
@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 
-from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
-from vllm.fp8_inc.adjustment import Adjustment, resolve_adjustment
-from vllm.fp8_inc.layers.linear import Fp8StaticLinearScheme
-from vllm.fp8_inc.layers.moe import Fp8StaticMoEMethod
-from vllm.fp8_inc.settings import Settings
+from vllm.fp8_inc.layers.linear import Fp8LinearScheme
+from vllm.fp8_inc.layers.moe import Fp8MoEMethod
+from vllm.fp8_inc.layers.recipe import (
+    Fp8Recipe,
+    ServedOnCpu,
+    upstream_serves_cache,
+)
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -25,11 +27,10 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsScheme,
 )
-from vllm.utils.torch_utils import is_quantized_kv_cache
 
 
-class Fp8IncCompressedTensorsConfig(CompressedTensorsConfig):
-    """Upstream's configuration, with FP8-static layers that run on CPU."""
+class Fp8IncCompressedTensorsConfig(ServedOnCpu, CompressedTensorsConfig):
+    """Upstream's configuration, with FP8 layers that run on CPU."""
 
     @property
     def kv_cache_scheme(self) -> dict[str, Any] | None:
@@ -38,7 +39,7 @@ class Fp8IncCompressedTensorsConfig(CompressedTensorsConfig):
         Hidden otherwise: upstream's Attention reads "auto" as "fp8" where it sees
         one, and loading.py loads the scales of an fp8_inc cache.
         """
-        return self._kv_cache_scheme if _upstream_serves_cache() else None
+        return self._kv_cache_scheme if upstream_serves_cache() else None
 
     @kv_cache_scheme.setter
     def kv_cache_scheme(self, scheme: dict[str, Any] | None) -> None:
@@ -47,16 +48,14 @@ class Fp8IncCompressedTensorsConfig(CompressedTensorsConfig):
     def get_quant_method(
         self, layer: torch.nn.Module, prefix: str
     ) -> QuantizeMethodBase | None:
-        if isinstance(layer, Attention) and not _upstream_serves_cache():
+        if isinstance(layer, Attention) and not upstream_serves_cache():
             return None
         if isinstance(layer, RoutedExperts):
             self._add_fused_moe_to_target_scheme_map()
             scheme = self.get_scheme_dict(layer, f"{prefix}.0.gate_proj") or {}
             weights, inputs = scheme.get("weights"), scheme.get("input_activations")
-            if _is_fp8_static(weights, inputs):
-                return Fp8StaticMoEMethod(
-                    weights, inputs, layer, self._adjustment(), prefix
-                )
+            if _is_fp8(weights, inputs):
+                return Fp8MoEMethod(self._recipe(weights, inputs), layer, prefix)
         return super().get_quant_method(layer, prefix)
 
     def _get_scheme_from_parts(
@@ -67,36 +66,28 @@ class Fp8IncCompressedTensorsConfig(CompressedTensorsConfig):
         format: str | None = None,
         layer_name: str | None = None,
     ) -> CompressedTensorsScheme:
-        if _is_fp8_static(weight_quant, input_quant):
-            return Fp8StaticLinearScheme(
-                weight_quant.strategy, self._adjustment(), layer_name or ""
-            )
+        if _is_fp8(weight_quant, input_quant):
+            recipe = self._recipe(weight_quant, input_quant)
+            return Fp8LinearScheme(recipe, layer_name or "")
         return super()._get_scheme_from_parts(
             weight_quant, input_quant, output_quant, format, layer_name
         )
 
-    def _adjustment(self) -> Adjustment:
-        settings = Settings.of(get_current_vllm_config())
-        return resolve_adjustment(self.config, settings.format)
+    def _recipe(self, weights: QuantizationArgs, inputs: QuantizationArgs) -> Fp8Recipe:
+        return Fp8Recipe(
+            QuantizationStrategy(weights.strategy).value,
+            static_inputs=not inputs.dynamic,
+            adjustment=self.adjustment_for(self.config),
+            block=tuple(weights.block_structure or (128, 128)),
+        )
 
 
-def _upstream_serves_cache() -> bool:
-    """Whether the KV cache is quantised, and not as fp8_inc."""
-    config = get_current_vllm_config_or_none()
-    if config is None:
-        return True
-    dtype = config.cache_config.cache_dtype
-    return is_quantized_kv_cache(dtype) and dtype != "fp8_inc"
-
-
-def _is_fp8_static(
-    weights: QuantizationArgs | None, inputs: QuantizationArgs | None
-) -> bool:
-    """Whether this is W8A8 FP8 with static per-tensor activations."""
-    return (
-        CompressedTensorsConfig._is_fp8_w8a8(weights, inputs)
-        and weights.num_bits == inputs.num_bits == 8
-        and not inputs.dynamic
-        and weights.strategy
-        in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL)
-    )
+def _is_fp8(weights: QuantizationArgs | None, inputs: QuantizationArgs | None) -> bool:
+    """Whether this is W8A8 FP8 with activations that are static or dynamic."""
+    if not CompressedTensorsConfig._is_fp8_w8a8(weights, inputs):
+        return False
+    if weights.num_bits != 8 or inputs.num_bits != 8:
+        return False
+    if not inputs.dynamic:
+        return weights.strategy != QuantizationStrategy.BLOCK
+    return inputs.dynamic is True and inputs.symmetric

@@ -8,7 +8,7 @@ An opaque operator, because which experts run depends on the data.
 import torch
 import torch.nn.functional as F
 
-from vllm.fp8_inc.layers.gemm import fp8_static_linear
+from vllm.fp8_inc.layers.gemm import fp8_linear
 from vllm.utils.torch_utils import direct_register_custom_op
 
 ACTIVATIONS = {
@@ -18,16 +18,16 @@ ACTIVATIONS = {
 }
 
 
-def fp8_static_experts(
+def fp8_experts(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     w13: torch.Tensor,
     w13_dequant_scale: torch.Tensor,
-    w13_input_quant_scale: torch.Tensor,
+    w13_input_quant_scale: torch.Tensor | None,
     w2: torch.Tensor,
     w2_dequant_scale: torch.Tensor,
-    w2_input_quant_scale: torch.Tensor,
+    w2_input_quant_scale: torch.Tensor | None,
     activation: str,
     weight_on_input: bool,
     device: str,
@@ -40,10 +40,11 @@ def fp8_static_experts(
         topk_ids: [tokens, top_k] ids into the experts below; -1 for none of them.
         w13: [experts, 2 * intermediate, hidden] float8_e4m3fn, gate then up.
         w13_dequant_scale: [experts, 2 * intermediate] float32.
-        w13_input_quant_scale: 0-d in the dtype of x, for all experts.
+        w13_input_quant_scale: 0-d in the dtype of x, for all experts; None takes
+            the scale of each token from its amax.
         w2: [experts, hidden, intermediate] float8_e4m3fn.
         w2_dequant_scale: [experts, hidden] float32.
-        w2_input_quant_scale: [experts] in the dtype of x.
+        w2_input_quant_scale: [experts] in the dtype of x; None as above.
         activation: A key of ACTIVATIONS.
         weight_on_input: Whether topk_weights multiply x and not the result.
         device: "gaudi2" or "gaudi3", whose cast is used.
@@ -61,7 +62,7 @@ def fp8_static_experts(
         if weight_on_input:
             hidden = (hidden * weight).to(x.dtype)
         gate, up = (
-            fp8_static_linear(
+            fp8_linear(
                 hidden,
                 w13[expert],
                 w13_dequant_scale[expert],
@@ -72,11 +73,11 @@ def fp8_static_experts(
             .float()
             .chunk(2, dim=-1)
         )
-        hidden = fp8_static_linear(
+        hidden = fp8_linear(
             (ACTIVATIONS[activation](gate) * up).to(x.dtype),
             w2[expert],
             w2_dequant_scale[expert],
-            w2_input_quant_scale[expert],
+            None if w2_input_quant_scale is None else w2_input_quant_scale[expert],
             None,
             device,
         ).float()
@@ -88,6 +89,4 @@ def _fake(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-direct_register_custom_op(
-    op_name="fp8_static_experts", op_func=fp8_static_experts, fake_impl=_fake
-)
+direct_register_custom_op(op_name="fp8_experts", op_func=fp8_experts, fake_impl=_fake)

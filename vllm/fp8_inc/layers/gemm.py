@@ -15,14 +15,15 @@ bfloat16 product.
 import torch
 
 from vllm.fp8_inc.formats import FORMATS
+from vllm.fp8_inc.layers.activations import quantize
 from vllm.utils.torch_utils import direct_register_custom_op
 
 
-def fp8_static_linear(
+def fp8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_dequant_scale: torch.Tensor,
-    input_quant_scale: torch.Tensor,
+    input_quant_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     device: str,
 ) -> torch.Tensor:
@@ -33,6 +34,7 @@ def fp8_static_linear(
         weight: [N, K] float8_e4m3fn codes.
         weight_dequant_scale: float32, 0-d, [1] or [N].
         input_quant_scale: 0-d in the dtype of x; q = cast(x * input_quant_scale).
+            None quantises each token by its own amax (layers/activations.py).
         bias: [N], added after the scales; or None.
         device: "gaudi2" or "gaudi3", whose cast is used.
 
@@ -40,9 +42,9 @@ def fp8_static_linear(
         [..., N] in the dtype of x.
     """
     fmt = FORMATS[device]
-    activations = fmt.decode(fmt.cast(x, input_quant_scale))
-    product = torch.nn.functional.linear(activations, weight.float())
-    product *= input_quant_scale.float().reciprocal()
+    codes, input_dequant_scale = quantize(x, input_quant_scale, fmt)
+    product = torch.nn.functional.linear(fmt.decode(codes), weight.float())
+    product *= input_dequant_scale
     product *= weight_dequant_scale
     if bias is not None:
         product += bias
@@ -53,13 +55,11 @@ def _fake(
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_dequant_scale: torch.Tensor,
-    input_quant_scale: torch.Tensor,
+    input_quant_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     device: str,
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-direct_register_custom_op(
-    op_name="fp8_static_linear", op_func=fp8_static_linear, fake_impl=_fake
-)
+direct_register_custom_op(op_name="fp8_linear", op_func=fp8_linear, fake_impl=_fake)

@@ -1,45 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
-"""FP8-static Linear layers of compressed-tensors checkpoints."""
+"""FP8 W8A8 Linear layers."""
 
 import functools
 from collections.abc import Callable
 
 import torch
-from compressed_tensors.quantization import QuantizationStrategy
 from torch.nn import Parameter
 
 import vllm.fp8_inc.layers.gemm  # noqa: F401 (registers the operator)
-from vllm.fp8_inc.adjustment import Adjustment
-from vllm.fp8_inc.layers.weights import adjust_weight, static_input_scale
+from vllm.fp8_inc.layers.blocks import (
+    blocks,
+    check_fused,
+    requantize_per_channel,
+    scale_rows,
+)
+from vllm.fp8_inc.layers.recipe import Fp8Recipe
+from vllm.fp8_inc.layers.weights import check_scales, fit_weight, static_input_scale
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsScheme,
 )
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     create_fp8_input_scale,
-    create_fp8_scale_parameter,
     create_fp8_weight_parameter,
 )
 from vllm.model_executor.parameter import (
+    BlockQuantScaleParameter,
     ChannelQuantScaleParameter,
     PerTensorScaleParameter,
 )
 
-_SCALE_PARAMETERS = {
-    QuantizationStrategy.TENSOR: PerTensorScaleParameter,
-    QuantizationStrategy.CHANNEL: ChannelQuantScaleParameter,
-}
 
+class Fp8LinearScheme(CompressedTensorsScheme):
+    """W8A8 FP8: any weight scales, activations static per tensor or per token.
 
-class Fp8StaticLinearScheme(CompressedTensorsScheme):
-    """W8A8 FP8: weights per tensor or per channel, static activations per tensor."""
+    Whatever the checkpoint has, a loaded layer keeps one weight scale an output
+    channel: fused projections keep their own, and blocks are requantised as on the
+    device (layers/blocks.py).
+    """
 
-    def __init__(
-        self, strategy: QuantizationStrategy, adjustment: Adjustment, layer_name: str
-    ) -> None:
-        self.scale_parameter = _SCALE_PARAMETERS[strategy]
-        self.adjustment = adjustment
+    def __init__(self, recipe: Fp8Recipe, layer_name: str) -> None:
+        self.recipe = recipe
         self.layer_name = layer_name
 
     @classmethod
@@ -49,57 +51,97 @@ class Fp8StaticLinearScheme(CompressedTensorsScheme):
     def create_weights(
         self,
         layer: torch.nn.Module,
+        input_size: int,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
+        output_size: int,
         params_dtype: torch.dtype,
         weight_loader: Callable,
         **kwargs,
     ) -> None:
-        layer.logical_widths = output_partition_sizes
+        widths, inputs = output_partition_sizes, input_size_per_partition
+        layer.logical_widths = widths
         layer.orig_dtype = params_dtype
         layer.dequantized_weight = functools.partial(dequantized_weight, layer)
-        layer.weight = create_fp8_weight_parameter(
-            sum(output_partition_sizes), input_size_per_partition, weight_loader
-        )
-        layer.weight_scale = create_fp8_scale_parameter(
-            self.scale_parameter,
-            output_partition_sizes,
-            input_size_per_partition,
-            None,
-            weight_loader,
-        )
-        layer.input_scale = create_fp8_input_scale(
-            output_partition_sizes, weight_loader
+        layer.weight = create_fp8_weight_parameter(sum(widths), inputs, weight_loader)
+        if self.recipe.weights == "block":
+            # Upstream's loaders of fused projections read it.
+            layer.weight_block_size = self.recipe.block
+            is_split = input_size != inputs or output_size != sum(widths)
+            check_fused(self.layer_name, widths, is_split, self.recipe.block, inputs)
+        scale = self._empty_scale(widths, inputs, weight_loader)
+        layer.register_parameter(self.recipe.scale_name, scale)
+        if self.recipe.static_inputs:
+            layer.input_scale = create_fp8_input_scale(widths, weight_loader)
+            layer.input_scale.data.fill_(torch.nan)
+
+    def _empty_scale(
+        self, widths: list[int], inputs: int, weight_loader: Callable
+    ) -> Parameter:
+        """The scales to load, NaN until then."""
+        if self.recipe.weights == "tensor":
+            empty = torch.full((len(widths),), torch.nan)
+            return PerTensorScaleParameter(data=empty, weight_loader=weight_loader)
+        if self.recipe.weights == "channel":
+            return ChannelQuantScaleParameter(
+                data=torch.full((sum(widths), 1), torch.nan),
+                output_dim=0,
+                weight_loader=weight_loader,
+            )
+        block_rows, block_columns = self.recipe.block
+        rows = sum(blocks(width, block_rows) for width in widths)
+        return BlockQuantScaleParameter(
+            data=torch.full((rows, blocks(inputs, block_columns)), torch.nan),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=weight_loader,
         )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        scale = layer.weight_scale.data.flatten()
-        if self.scale_parameter is PerTensorScaleParameter:
-            # Fused projections keep their own scales, one an output channel:
-            # no second quantisation to a common one.
-            widths = torch.tensor(layer.logical_widths)
-            scale = scale.repeat_interleave(widths)
-        weight, scale = adjust_weight(
-            layer.weight.data, scale, self.adjustment, self.layer_name
-        )
-        inputs = static_input_scale(
-            layer.input_scale.data, self.adjustment, layer.orig_dtype, self.layer_name
-        )
+        name = self.recipe.scale_name
+        weight, scale = layer.weight.data, getattr(layer, name).data
+        check_scales(scale, f"{self.layer_name}.{name}")
+        scale = scale * fit_weight(weight, self.recipe.adjustment, self.layer_name)
+        scale = self._per_channel(layer.logical_widths, weight, scale)
+        delattr(layer, name)
+        layer.weight_block_size = None
         layer.weight = Parameter(weight, requires_grad=False)
         layer.weight_scale = Parameter(scale, requires_grad=False)
-        layer.input_quant_scale = Parameter(inputs.quant_scale, requires_grad=False)
-        del layer.input_scale
+        layer.input_quant_scale = None
+        if self.recipe.static_inputs:
+            inputs = static_input_scale(
+                layer.input_scale.data,
+                self.recipe.adjustment,
+                layer.orig_dtype,
+                self.layer_name,
+            )
+            del layer.input_scale, layer.input_quant_scale
+            layer.input_quant_scale = Parameter(inputs.quant_scale, requires_grad=False)
+
+    def _per_channel(
+        self, widths: list[int], weight: torch.Tensor, scale: torch.Tensor
+    ) -> torch.Tensor:
+        """Scales [out]; of a block-wise weight the codes change too."""
+        if self.recipe.weights == "tensor":
+            return scale.repeat_interleave(torch.tensor(widths))
+        if self.recipe.weights == "channel":
+            return scale.flatten()
+        rows, columns = self.recipe.block
+        served_on = self.recipe.adjustment.served_on
+        return requantize_per_channel(
+            weight, scale, scale_rows(widths, rows), columns, served_on
+        )
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        return torch.ops.vllm.fp8_static_linear(
+        return torch.ops.vllm.fp8_linear(
             x,
             layer.weight,
             layer.weight_scale,
             layer.input_quant_scale,
             bias,
-            self.adjustment.served_on.name,
+            self.recipe.adjustment.served_on.name,
         )
 
 

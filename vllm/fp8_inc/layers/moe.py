@@ -1,47 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
-"""FP8-static experts of compressed-tensors checkpoints."""
+"""FP8 W8A8 experts."""
 
 from types import MethodType
+from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
 from torch.nn import Parameter
 
-from vllm.fp8_inc.adjustment import Adjustment
+from vllm.fp8_inc.layers.blocks import blocks, requantize_per_channel, scale_rows
 from vllm.fp8_inc.layers.experts import ACTIVATIONS
+from vllm.fp8_inc.layers.recipe import Fp8Recipe
 from vllm.fp8_inc.layers.routing import select_experts
-from vllm.fp8_inc.layers.weights import adjust_weight, static_input_scale
+from vllm.fp8_inc.layers.weights import check_scales, fit_weight, static_input_scale
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8 import (  # noqa: E501
-    CompressedTensorsW8A8Fp8MoEMethod,
-)
+from vllm.model_executor.utils import set_weight_attrs
 
 
-class Fp8StaticMoEMethod(CompressedTensorsW8A8Fp8MoEMethod):
-    """W8A8 FP8 experts: weights per tensor or per channel, static activations.
+class Fp8MoEMethod(FusedMoEMethodBase):
+    """W8A8 FP8 experts: any weight scales, activations static or per token.
 
-    Upstream's parameters and loaders, the device's arithmetic.
+    Upstream's loaders, the device's arithmetic. A loaded layer keeps one weight
+    scale an output channel of each expert.
     """
 
     def __init__(
-        self,
-        weight_quant: QuantizationArgs,
-        input_quant: QuantizationArgs,
-        layer: torch.nn.Module,
-        adjustment: Adjustment,
-        layer_name: str,
+        self, recipe: Fp8Recipe, layer: torch.nn.Module, layer_name: str
     ) -> None:
-        # Not the parent's: it selects a kernel, and CPU has none.
-        FusedMoEMethodBase.__init__(self, layer.moe_config)
-        self.weight_quant = weight_quant
-        self.input_quant = input_quant
-        self.static_input_scales = True
-        self.weight_block_size = None
-        self.block_quant = False
-        self.adjustment = adjustment
+        super().__init__(layer.moe_config)
+        self.recipe = recipe
         self.layer_name = layer_name
         unsupported = {
             "activation": self.moe.activation.value not in ACTIVATIONS,
@@ -51,7 +40,7 @@ class Fp8StaticMoEMethod(CompressedTensorsW8A8Fp8MoEMethod):
         for name, found in unsupported.items():
             if found:
                 raise ValueError(
-                    f"{layer_name}: FP8-static experts with {name} "
+                    f"{layer_name}: FP8 experts with {name} "
                     f"{getattr(self.moe, name)} are not supported on CPU"
                 )
 
@@ -65,30 +54,75 @@ class Fp8StaticMoEMethod(CompressedTensorsW8A8Fp8MoEMethod):
     ) -> FusedMoEQuantConfig | None:
         return None
 
-    def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
-        super().create_weights(layer, *args, **kwargs)
-        for name in ("w13", "w2"):
-            # Upstream begins with ones, which would pass for scales.
-            getattr(layer, f"{name}_weight_scale").data.fill_(torch.nan)
-            getattr(layer, f"{name}_input_scale").data.fill_(torch.nan)
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        width, hidden = intermediate_size_per_partition, hidden_size
+        if self.recipe.weights == "block":
+            self._check_split(width)
+        attributes |= {"quant_method": self.recipe.weights}
+
+        def add(name: str, data: torch.Tensor) -> None:
+            layer.register_parameter(name, Parameter(data, requires_grad=False))
+            set_weight_attrs(getattr(layer, name), attributes)
+
+        # NaN until a scale is loaded: ones would pass for scales.
+        for name, widths, inputs in (
+            ("w13", [width, width], hidden),
+            ("w2", [hidden], width),
+        ):
+            shape = (num_experts, sum(widths), inputs)
+            add(f"{name}_weight", torch.empty(shape, dtype=torch.float8_e4m3fn))
+            scales = torch.full((num_experts, *self._shape(widths, inputs)), torch.nan)
+            add(f"{name}_{self.recipe.scale_name}", scales)
+        if not self.recipe.static_inputs:
+            return
         # One for gate_proj and one for up_proj. Upstream's loader writes both into
         # one place: the last wins, and a reload counts more than there is.
-        scales = layer.w13_input_scale.data[:, None].repeat(1, 2)
-        layer.w13_input_scale = Parameter(scales, requires_grad=False)
+        add("w13_input_scale", torch.full((num_experts, 2), torch.nan))
         layer.w13_input_scale.weight_loader = MethodType(_load_w13_input_scale, layer)
+        add("w2_input_scale", torch.full((num_experts,), torch.nan))
+
+    def _check_split(self, width: int) -> None:
+        ranks = self.moe.moe_parallel_config.tp_size
+        if ranks > 1 and any(width % size for size in self.recipe.block):
+            raise ValueError(
+                f"{self.layer_name}: tensor parallelism over {ranks} ranks cuts "
+                f"weight_block_size {list(self.recipe.block)}: a rank has "
+                f"{width} channels of an expert. Use fewer ranks, or "
+                "--enable-expert-parallel"
+            )
+
+    def _shape(self, widths: list[int], inputs: int) -> tuple[int, ...]:
+        """Shape of one expert's weight scales, as upstream's loaders fill them."""
+        if self.recipe.weights == "tensor":
+            return (len(widths),) if len(widths) > 1 else ()
+        if self.recipe.weights == "channel":
+            return sum(widths), 1
+        rows, columns = self.recipe.block
+        return sum(blocks(width, rows) for width in widths), blocks(inputs, columns)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        for name in ("w13", "w2"):
-            weight = getattr(layer, f"{name}_weight").data
-            scale = getattr(layer, f"{name}_weight_scale").data
-            scale = _per_channel(scale, *weight.shape[:2])
-            weight, scale = adjust_weight(
-                weight, scale, self.adjustment, f"{self.layer_name}.{name}"
-            )
+        for name, parts in (("w13", 2), ("w2", 1)):
+            key, part = f"{name}_{self.recipe.scale_name}", f"{self.layer_name}.{name}"
+            weight, scale = getattr(layer, f"{name}_weight").data, getattr(layer, key)
+            check_scales(scale.data, f"{part}.{self.recipe.scale_name}")
+            scale = scale.data * fit_weight(weight, self.recipe.adjustment, part)
+            scale = self._per_channel(weight, scale, parts)
+            delattr(layer, key)
             setattr(layer, f"{name}_weight", Parameter(weight, requires_grad=False))
             setattr(
                 layer, f"{name}_weight_scale", Parameter(scale, requires_grad=False)
             )
+        if not self.recipe.static_inputs:
+            layer.w13_input_quant_scale = layer.w2_input_quant_scale = None
+            return
         # All experts share one quantisation of the hidden states; each has its
         # own for what enters its down projection.
         hidden = self._input_scale(layer.w13_input_scale.data, "w13")
@@ -97,10 +131,32 @@ class Fp8StaticMoEMethod(CompressedTensorsW8A8Fp8MoEMethod):
         layer.w2_input_quant_scale = Parameter(torch.stack(down), requires_grad=False)
         del layer.w13_input_scale, layer.w2_input_scale
 
+    def _per_channel(
+        self, weight: torch.Tensor, scale: torch.Tensor, parts: int
+    ) -> torch.Tensor:
+        """Scales [E, N]; of block-wise weights the codes change too.
+
+        Args:
+            weight: [E, N, K] codes.
+            scale: [E], [E, 2] (gate, up), [E, N, 1] or [E, block rows, columns].
+            parts: How many projections of N / parts channels are fused.
+        """
+        experts, channels = weight.shape[:2]
+        if self.recipe.weights != "block":
+            scale = scale.reshape(experts, -1)
+            return scale.repeat_interleave(channels // scale.shape[1], dim=1)
+        rows, columns = self.recipe.block
+        row_of = scale_rows([channels // parts] * parts, rows)
+        served_on = self.recipe.adjustment.served_on
+        pairs = zip(weight, scale, strict=True)
+        return torch.stack(
+            [requantize_per_channel(w, s, row_of, columns, served_on) for w, s in pairs]
+        )
+
     def _input_scale(self, dequant_scales: torch.Tensor, name: str) -> torch.Tensor:
         return static_input_scale(
             dequant_scales,
-            self.adjustment,
+            self.recipe.adjustment,
             self.moe.in_dtype,
             f"{self.layer_name}.{name}",
         ).quant_scale
@@ -128,7 +184,7 @@ class Fp8StaticMoEMethod(CompressedTensorsW8A8Fp8MoEMethod):
         )
         if layer.expert_map is not None:
             ids = layer.expert_map[ids.long()]
-        return torch.ops.vllm.fp8_static_experts(
+        return torch.ops.vllm.fp8_experts(
             x,
             weights,
             ids,
@@ -140,7 +196,7 @@ class Fp8StaticMoEMethod(CompressedTensorsW8A8Fp8MoEMethod):
             layer.w2_input_quant_scale,
             layer.activation.value,
             layer.apply_router_weight_on_input,
-            self.adjustment.served_on.name,
+            self.recipe.adjustment.served_on.name,
         )
 
 
@@ -158,9 +214,3 @@ def _load_w13_input_scale(
     if local >= 0:
         param.data[local, ("w1", "w3").index(shard_id)] = loaded_weight.reshape(())
     return local >= 0 if return_success else None
-
-
-def _per_channel(scale: torch.Tensor, experts: int, channels: int) -> torch.Tensor:
-    """Expands [E], [E, 2] (gate, up) or [E, N, 1] scales to [E, N]."""
-    scale = scale.reshape(experts, -1)
-    return scale.repeat_interleave(channels // scale.shape[1], dim=1)
