@@ -2,7 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """Runs every benchmark: ``make bench``."""
 
-from benchmarks import accuracy
+from benchmarks import accuracy, scale_names, weight_conversion
 
 if __name__ == "__main__":
+    scale_names.main()
+    weight_conversion.main()
     accuracy.main()
