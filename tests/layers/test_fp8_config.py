@@ -8,9 +8,11 @@ from unittest import mock
 import pytest
 import torch
 
+from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
 from vllm.fp8_inc.layers.fp8 import Fp8IncFp8Config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8KVCacheMethod
 
 STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
 DYNAMIC = {"quant_method": "fp8", "activation_scheme": "dynamic"}
@@ -71,8 +73,12 @@ def test_unquantised_layers_stay_upstreams(key):
     assert layer.scheme.layer_name == "model.layers.1.mlp.down_proj"
 
 
-def test_attention_gets_no_stock_kv_method():
-    assert method_of(config(), Attention, "model.layers.0.self_attn.attn")[1] is None
+@pytest.mark.parametrize("cache, upstream", [("fp8_inc", False), ("fp8", True)])
+def test_upstream_loads_the_scales_of_its_own_fp8_cache(cache, upstream):
+    served = VllmConfig(cache_config=CacheConfig(cache_dtype=cache))
+    with set_current_vllm_config(served):
+        method = config().get_quant_method(mock.Mock(spec=Attention), "layer")
+    assert isinstance(method, Fp8KVCacheMethod) == upstream
 
 
 def test_float32_is_served():
