@@ -106,6 +106,19 @@ def test_auto_ignores_the_scales(tmp_path, kind):
     assert torch.equal(answers[0].logprobs, answers[1].logprobs)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_mla_serves_a_bfloat16_cache(tmp_path, dtype):
+    """It is what auto gives a bf16 model; a float32 model rounds into it."""
+    path = checkpoint(tmp_path, "mla")
+    answers = []
+    for cache in ("auto", "bfloat16"):
+        with engine(path, kv_cache_dtype=cache, dtype=dtype) as llm:
+            answers.append(ask(llm, [prompt(30)])[0].logprobs)
+    equal = torch.equal(*answers)
+    assert equal == (dtype == "bfloat16")
+    torch.testing.assert_close(*answers, atol=0.5, rtol=0)
+
+
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_a_checkpoint_without_scales_runs_on_unit_scales(tmp_path, kind, caplog_vllm):
     config = BUILDERS[kind]()

@@ -200,7 +200,8 @@ class CPUMLAImpl(MLACommonBaseImpl[MLACommonMetadata]):
         tokens, slots = valid_slots(slot_mapping)
         latent = torch.cat([kv_c_normed[tokens], k_pe[tokens].squeeze(1)], dim=-1)
         rows = storage(kv_cache).view(-1, latent.shape[-1])
-        rows[slots] = encode_for_cache(latent, self._scale, self.format)
+        stored = encode_for_cache(latent, self._scale, self.format)
+        rows[slots] = stored.to(rows.dtype)
 
     def _read(
         self, kv_cache: torch.Tensor, block_table: torch.Tensor, length: int
