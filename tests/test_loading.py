@@ -106,6 +106,14 @@ def test_auto_ignores_the_scales(tmp_path, kind):
     assert torch.equal(answers[0].logprobs, answers[1].logprobs)
 
 
+def test_legacy_scales_are_not_dropped_in_silence(tmp_path, caplog_vllm):
+    options = {"fp8_inc": {"legacy_scales": str(tmp_path / "scales.json")}}
+    path = checkpoint(tmp_path, "gqa")
+    with engine(path, kv_cache_dtype="auto", additional_config=options):
+        pass
+    assert "legacy_scales is not used" in caplog_vllm.text
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_mla_serves_a_bfloat16_cache(tmp_path, dtype):
     """It is what auto gives a bf16 model; a float32 model rounds into it."""

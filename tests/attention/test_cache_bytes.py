@@ -14,12 +14,12 @@ from tests.checkpoints import (
     weights,
     write,
 )
+from tests.device_numbers import MAXIMUM
 from tests.engines import ask, attention_layers, engine, prompt
 from vllm.fp8_inc.attention.mha_cpu import CPUFp8Impl
 from vllm.fp8_inc.attention.mla_cpu import CPUMLAImpl
 
 BLOCK = 32
-MAXIMUM = {"gaudi2": 240.0, "gaudi3": 448.0}
 
 
 def run(folder, config, device, impl, record):

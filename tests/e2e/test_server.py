@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from tests.device_numbers import MAXIMUM
 from tests.e2e.server import Server
 from tests.oracle import Oracle
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny-deepseek-v2-fp8"
 MADE_FOR = 240.0
-MAXIMUM = {"gaudi2": 240.0, "gaudi3": 448.0}
 # Of the median |difference| of log-probabilities in float32: most are some 1e-6; a few
 # positions move further where two orders of summation round a tie to two neighbours.
 BOUND = 1e-4

@@ -64,6 +64,10 @@ def attach(
         for module in model.modules()
         if getattr(module, "kv_cache_dtype", None) == CACHE_DTYPE
     }
+    if not layers and Settings.of(vllm_config).legacy_scales:
+        logger.warning_once(
+            "fp8_inc: legacy_scales is not used: no layer has --kv-cache-dtype fp8_inc"
+        )
     if layers:
         check_on_cpu()
         loader = ScaleLoader(layers, vllm_config, model_config)
@@ -72,11 +76,6 @@ def attach(
     elif ours and not is_quantized_kv_cache(vllm_config.cache_config.cache_dtype):
         loader = _IgnoredScales()
     else:
-        if Settings.of(vllm_config).legacy_scales:
-            logger.warning_once(
-                "fp8_inc: legacy_scales is not used: no layer has "
-                "--kv-cache-dtype fp8_inc"
-            )
         return
     load_weights = model.load_weights
 

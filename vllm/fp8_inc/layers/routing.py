@@ -13,9 +13,8 @@ def select_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Calls ``select`` and returns its weights and ids.
 
-    vLLM's routers return (topk_weights, topk_ids); releases with expert load
-    balancing add a third value (the number of zero experts' outputs or their
-    result), which no FP8 method uses.
+    vLLM's routers return (topk_weights, topk_ids); some releases add a third
+    value, which no FP8 method uses.
 
     Args:
         select: A router's ``select_experts`` or the function of that name.
