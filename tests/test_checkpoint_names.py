@@ -36,6 +36,8 @@ KEYS = {
     "model.layers.3.self_attn.k_zero_point": (K, "zero"),
     "model.layers.3.self_attn.v_zero_point": (V, "zero"),
     "model.layers.3.self_attn.q_zero_point": (("q",), "zero"),
+    "model.layers.3.self_attn.q_latent_scale": (("q_latent",), "dequant_scale"),
+    "model.layers.3.self_attn.prob_scale": (("prob",), "dequant_scale"),
     "model.layers.3.self_attn.q_max": ((), "ignored"),
     "model.layers.3.self_attn.k_proj.output_scale": (K, "dequant_scale"),
     "model.layers.3.self_attn.v_proj.output_scale": (V, "dequant_scale"),

@@ -20,7 +20,7 @@ from vllm.fp8_inc.sources.producers import PRODUCERS, Producer, Tensor
 
 BUILDERS = {"MHA": llama_config, "MLA": deepseek_config}
 LAYERS = 3
-BASE = {"k": 0.011, "v": 0.031, "q": 0.023, "prob": 0.0021}
+BASE = {"k": 0.011, "v": 0.031, "q": 0.023, "q_latent": 0.047, "prob": 0.0021}
 FUSED = 0.017
 Tensors = dict[str, Tensor]
 
@@ -82,7 +82,7 @@ def test_every_producers_scales_reach_every_layer(
         found = [layer.impl.scales for layer in attention_layers(llm)]
     assert len(found) == LAYERS
     for n, layer in enumerate(found):
-        expected = dict.fromkeys(["k", "v", "q", "prob"])
+        expected = dict.fromkeys(BASE)
         for tensor in tensors.values():
             if tensor.use.endswith("scale"):
                 expected |= dict.fromkeys(tensor.roles, value(tensor, n))

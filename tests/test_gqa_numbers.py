@@ -74,6 +74,7 @@ def served(tmp_path, monkeypatch):
         quantization=None,
         quantize=lambda tensors: tensors,
         prompts=PROMPTS,
+        scales=kv_scales,
         **options,
     ):
         config = llama_config()
@@ -82,7 +83,7 @@ def served(tmp_path, monkeypatch):
         path = write(
             tmp_path,
             config | {"quantization_config": quantization},
-            tensors | kv_scales(config),
+            tensors | scales(config),
         )
         extra = {"fp8_inc": {"device": device}}
         with engine(path, dtype="float32", additional_config=extra, **options) as llm:
@@ -104,6 +105,41 @@ def test_equals_transformers(served, device, maximum, block_size):
         scales = [s * factor for s in K], [s * factor for s in V]
         oracle = expected(config, tensors, answer.tokens, *scales, maximum)
         assert distance(answer.logprobs, oracle) < BOUND
+
+
+def scales_per_head(config):
+    """Of the two KV heads: no two roles, layers or heads have the same."""
+    scales = {}
+    for n in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{n}.self_attn"
+        scales[f"{layer}.k_scale"] = torch.tensor([K[n], 3.1 * K[n]])[:, None, None]
+        scales[f"{layer}.v_scale"] = torch.tensor([2.3 * V[n], V[n]])[:, None, None]
+    return scales
+
+
+@pytest.mark.parametrize("device, maximum", [("gaudi2", 240.0), ("gaudi3", 448.0)])
+def test_scales_per_head_equal_transformers(served, device, maximum):
+    scheme = quantization_config()["kv_cache_scheme"] | {"strategy": "attn_head"}
+    quantization = quantization_config(config_groups={}, kv_cache_scheme=scheme)
+    config, tensors, answers = served(device, quantization, scales=scales_per_head)
+    found = scales_per_head(config)
+    factor = 448 / maximum
+    k = [found[f"model.layers.{n}.self_attn.k_scale"] * factor for n in range(3)]
+    v = [
+        found[f"model.layers.{n}.self_attn.v_scale"].flatten() * factor
+        for n in range(3)
+    ]
+    # transformers: k [1, heads, tokens, size], v [1, tokens, heads * size].
+    v_wide = [scale.repeat_interleave(config["head_dim"]) for scale in v]
+    largest = [scale.max() for scale in k], [scale.max() for scale in v]
+    for answer in answers:
+        tokens = answer.tokens
+        right = expected(config, tensors, tokens, k, v_wide, maximum)
+        assert distance(answer.logprobs, right) < BOUND
+        swapped = [scale.flip(0) for scale in k]
+        for wrong in [(swapped, v_wide), largest]:
+            other = expected(config, tensors, tokens, *wrong, maximum)
+            assert distance(answer.logprobs, other) > 2 * BOUND
 
 
 @pytest.mark.parametrize("device, maximum", [("gaudi2", 240.0), ("gaudi3", 448.0)])

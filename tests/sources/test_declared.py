@@ -58,7 +58,6 @@ def test_a_static_fp8_scheme_is_declared(changes):
         ("num_bits", 4),
         ("num_bits", None),
         ("type", "int"),
-        ("strategy", "attn_head"),
         ("strategy", "channel"),
         ("dynamic", True),
         ("dynamic", "local"),

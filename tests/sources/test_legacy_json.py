@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from vllm.fp8_inc.formats import GAUDI2, GAUDI3
 from vllm.fp8_inc.sources.legacy_json import read_legacy_scales
 
 RANKS = {"0": {"0": 0.25, "1": 0.5}, "1": {"0": 2, "1": 0.125}}
@@ -19,7 +20,17 @@ def document(**changes):
 def read(tmp_path, content, rank=0, world_size=2, model_type="llama"):
     path = tmp_path / "scales.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return read_legacy_scales(str(path), model_type, rank, world_size)
+    return read_legacy_scales(str(path), model_type, rank, world_size, GAUDI3)
+
+
+def values_of(scales):
+    """Layer number -> dequant scale, which K and V have in common."""
+    for roles in scales.found.values():
+        assert roles["k"] == roles["v"] and set(roles) == {"k", "v"}
+    return {
+        int(layer.removeprefix("layers.")): roles["k"].dequant_scale
+        for layer, roles in scales.found.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -33,18 +44,23 @@ def read(tmp_path, content, rank=0, world_size=2, model_type="llama"):
 )
 def test_a_rank_takes_its_own_or_the_largest(tmp_path, rank, world_size, values, ranks):
     scales = read(tmp_path, document(), rank, world_size)
-    assert (scales.dequant_scales, scales.ranks) == (values, ranks)
-    assert scales.path == str(tmp_path / "scales.json")
+    path = str(tmp_path / "scales.json")
+    assert values_of(scales) == values
+    assert (scales.path, scales.source) == (path, f"{path} ({ranks})")
+    assert scales.found["layers.1"]["k"].key == "kv_cache.scaling_factor.*.1"
 
 
 def test_as_many_ranks_with_other_numbers_are_not_taken_for_ones_own(tmp_path):
     content = document(scaling_factor={"1": {"0": 0.5}, "2": {"0": 0.25}})
-    assert read(tmp_path, content).dequant_scales == {0: 0.5}
+    assert values_of(read(tmp_path, content)) == {0: 0.5}
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fnuz"])
-def test_the_flavour_is_kept(tmp_path, dtype):
-    assert read(tmp_path, document(dtype=dtype)).dtype == dtype
+@pytest.mark.parametrize(
+    "dtype, made_for", [("float8_e4m3fn", GAUDI3), ("float8_e4m3fnuz", GAUDI2)]
+)
+def test_the_flavour_is_kept(tmp_path, dtype, made_for):
+    adjustment = read(tmp_path, document(dtype=dtype)).adjustment
+    assert (adjustment.quantised_for, adjustment.served_on) == (made_for, GAUDI3)
 
 
 def test_a_file_or_a_model_without_a_type_is_not_compared(tmp_path):
@@ -101,4 +117,4 @@ def test_what_is_wrong_is_named(tmp_path, content, parts):
 def test_a_file_that_is_not_there_is_named(tmp_path):
     path = str(tmp_path / "none.json")
     with pytest.raises(ValueError, match="legacy_scales.*none.json cannot be read"):
-        read_legacy_scales(path, "llama", 0, 1)
+        read_legacy_scales(path, "llama", 0, 1, GAUDI3)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 CACHE_DTYPE = "fp8_inc"
+# Load formats that copy the state of a model that ran before.
+_SAVED_STATES = ("sharded_state", "runai_streamer_sharded", "tensorizer")
 
 
 def attach(
@@ -88,6 +90,20 @@ def attach(
         return loaded
 
     model.load_weights = load_weights_and_scales
+    if layers and vllm_config.load_config.load_format in _SAVED_STATES:
+        _restore_afterwards(model, loader)
+
+
+def _restore_afterwards(model: nn.Module, loader: ScaleLoader) -> None:
+    """A saved state is copied into ``state_dict`` and needs no load_weights."""
+    process = getattr(model, "process_weights_after_loading", None)
+
+    def process_and_restore() -> None:
+        if process is not None:
+            process()
+        loader.restore()
+
+    model.process_weights_after_loading = process_and_restore
 
 
 class _IgnoredScales:

@@ -2,29 +2,37 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """Matches the scales of a checkpoint to the attention layers of a model."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from vllm.fp8_inc.adjustment import FLAVOR_KEY, Adjustment, resolve_adjustment
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.fp8_inc.adjustment import Adjustment, resolve_adjustment
+from vllm.fp8_inc.layer_scales import LayerScales, is_mla
 from vllm.fp8_inc.scales import AttentionScales, StaticScale
 from vllm.fp8_inc.settings import Settings
 from vllm.fp8_inc.sources.checkpoint import (
     declared_scheme,
     file_of,
+    is_numbered_draft,
     key_in_layer,
     layer_index,
     layer_of,
     match_scale_key,
     producers_of,
 )
-from vllm.fp8_inc.sources.hints import implausible
-from vllm.fp8_inc.sources.legacy_json import LegacyScales, read_legacy_scales
+from vllm.fp8_inc.sources.external import ExternalScales
+from vllm.fp8_inc.sources.legacy_json import read_legacy_scales
 from vllm.fp8_inc.sources.producers import Role
 from vllm.fp8_inc.sources.shards import unlisted_scales
 from vllm.fp8_inc.sources.store import FoundScale, ScaleStore
+from vllm.fp8_inc.start_report import report_start
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _UNIT_SCALES = "unit scales"
+_SAVED = "a saved state"
 
 
 class ScaleLoader:
@@ -53,13 +62,20 @@ class ScaleLoader:
         self.settings = Settings.of(vllm_config)
         self.quantization = _quantization_config(model_config)
         self.declared = declared_scheme(self.quantization)
-        self.legacy = _legacy_scales(self.settings, model_config)
-        # The JSON has its own flavour, whatever the weights were made for.
-        self.adjustment: Adjustment = resolve_adjustment(
-            {FLAVOR_KEY: self.legacy.dtype} if self.legacy else self.quantization,
-            self.settings.format,
+        self.rank = get_tensor_model_parallel_rank()
+        self.ranks = get_tensor_model_parallel_world_size()
+        self.external = _external_scales(
+            self.settings, model_config, self.rank, self.ranks
         )
-        self.layers: dict[str, nn.Module] = {}
+        # A file beside the checkpoint was made by its own rules.
+        self.adjustment: Adjustment = (
+            self.external.adjustment
+            if self.external
+            else resolve_adjustment(self.quantization, self.settings.format)
+        )
+        self.layers: dict[str, LayerScales] = {}
+        # Layers that read the KV cache of another one, whose scales are theirs.
+        self.targets: dict[str, nn.Module] = {}
         for name, module in layers.items():
             layer = layer_of(name)
             if layer is None or layer in self.layers:
@@ -68,15 +84,19 @@ class ScaleLoader:
                     "matched to the names of a checkpoint; serve this model with "
                     "--kv-cache-dtype auto"
                 )
-            self.layers[layer] = module
+            self.layers[layer] = LayerScales(module)
+            target = getattr(module, "kv_sharing_target_layer_name", None)
+            if target is not None:
+                context = vllm_config.compilation_config.static_forward_context
+                self.targets[layer] = context[target]
         self.store = ScaleStore(self.model)
         self.is_loaded = False
 
     def set_unit_scales(self) -> None:
         """Sets dequant_scale 1.0 on every layer."""
         unit = StaticScale.from_dequant(1.0, self.dtype)
-        for module in self.layers.values():
-            module.impl.scales = AttentionScales(unit, unit, None, _UNIT_SCALES)
+        for layer in self.layers.values():
+            layer.module.impl.scales = AttentionScales(unit, unit, None, _UNIT_SCALES)
 
     def keep_back(
         self, weights: Iterable[tuple[str, torch.Tensor]]
@@ -89,12 +109,18 @@ class ScaleLoader:
         self.store.clear()
         replaced = 0
         for key, tensor in weights:
-            if self.legacy and match_scale_key(key):
+            if self.external and match_scale_key(key):
                 replaced += 1
             elif not self.store.take(key, tensor):
                 yield key, tensor
-        if self.legacy:
-            self._use_legacy(self.legacy, replaced)
+        if self.external:
+            self.store.found.update(self.external.found)
+        if replaced:
+            logger.info(
+                "fp8_inc: %s replaces %d scales of the checkpoint",
+                self.external.option,
+                replaced,
+            )
 
     def finish(self) -> None:
         """Hands out the scales and reports them in one line.
@@ -108,31 +134,89 @@ class ScaleLoader:
             logger.info("fp8_inc: no KV scales among the new weights; all stay")
             return
         self._check_all_taken()
-        missing = [layer for layer in self.layers if not self._is_complete(layer)]
-        if not self.legacy and self.settings.missing_scales == "error":
+        missing = [layer for layer in self._owners() if not self._is_complete(layer)]
+        if not self.external and self.settings.missing_scales == "error":
             self._check_shards()
         if missing and (self.declared or self.store.found):
             self._refuse_or_warn(missing)
-        self.set_unit_scales()
-        loaded = [layer for layer in self.layers if layer not in missing]
-        for layer in loaded:
-            module = self.layers[layer]
-            module.impl.scales = self._scales_of(layer, module)
+        for layer, scales in self.layers.items():
+            scales.clear()
+            if layer not in missing and layer not in self.targets:
+                self._take(layer, scales)
+        self._hand_out(lambda layer: self._source([layer]))
         self.store.report_ignored()
-        self._report(loaded)
+        self._report(missing)
         self.is_loaded = True
 
-    def _use_legacy(self, legacy: LegacyScales, replaced: int) -> None:
-        for n, value in legacy.dequant_scales.items():
-            scale = FoundScale(f"kv_cache.scaling_factor.*.{n}", value)
-            self.store.found[f"layers.{n}"] = {"k": scale, "v": scale}
-        if replaced:
-            logger.info(
-                "fp8_inc: legacy_scales replaces %d scales of the checkpoint", replaced
+    def restore(self) -> None:
+        """Hands out what came with a saved state instead of a checkpoint.
+
+        Raises:
+            ValueError: If K or V of a layer have no scale there.
+        """
+        if self.is_loaded:
+            return
+        for layer in self._owners():
+            if not self.layers[layer].is_complete:
+                raise ValueError(
+                    f"{self.model}: the saved state has no KV scales of {layer}; save "
+                    "it again from a model that is served with --kv-cache-dtype fp8_inc"
+                )
+        self._hand_out(lambda layer: _SAVED)
+        logger.info(
+            "fp8_inc: KV scales of %d layers from a saved state, served on %s (max %g)",
+            len(self.layers),
+            self.settings.device,
+            self.settings.format.max,
+        )
+
+    def _owners(self) -> list[str]:
+        """The layers with a KV cache of their own."""
+        return [layer for layer in self.layers if layer not in self.targets]
+
+    def _take(self, layer: str, scales: LayerScales) -> None:
+        found = self.store.found[layer]
+        self._check_granularity(found)
+        try:
+            scales.take(found, self.adjustment.amax, self.rank, self.ranks)
+        except ValueError as error:
+            raise ValueError(
+                f"{self._file_of(found['k'].key)}: {layer}: {error}"
+            ) from None
+
+    def _check_granularity(self, found: Mapping[Role, FoundScale]) -> None:
+        scheme = (self.quantization or {}).get("kv_cache_scheme") or {}
+        if self.external or scheme.get("strategy") != "tensor":
+            return
+        for scale in found.values():
+            if scale.per_head:
+                raise ValueError(
+                    f"{self._file_of(scale.key)}: {scale.key} holds "
+                    f"{len(scale.per_head)} scales, but kv_cache_scheme.strategy of "
+                    "config.json is 'tensor', which has one. Say 'attn_head' if each "
+                    "head has its own, or quantise the cache again"
+                )
+
+    def _hand_out(self, source: Callable[[str], str]) -> None:
+        """Builds the scales of every layer from their amax, or 1.0."""
+        self.set_unit_scales()
+        for layer in self._owners():
+            scales = self.layers[layer]
+            if not scales.is_complete:
+                continue
+            try:
+                built = scales.scales(self.settings.format, self.dtype, source(layer))
+            except ValueError as error:
+                raise ValueError(f"{self.model}: {layer}: {error}") from None
+            scales.module.impl.scales = built
+        for layer, target in self.targets.items():
+            impl = self.layers[layer].module.impl
+            impl.scales = replace(
+                target.impl.scales, q=None, prob=None, source=f"those of {target}"
             )
 
     def _file_of(self, key: str) -> str:
-        return self.legacy.path if self.legacy else file_of(key, self.model)
+        return self.external.path if self.external else file_of(key, self.model)
 
     def _is_complete(self, layer: str) -> bool:
         return {"k", "v"} <= self.store.found.get(layer, {}).keys()
@@ -148,7 +232,8 @@ class ScaleLoader:
 
     def _is_elsewhere(self, layer: str) -> bool:
         """Whether another rank or model, or an unquantised layer, is meant."""
-        return layer_index(layer) < self.num_layers + self.num_draft_layers
+        known = self.num_layers + self.num_draft_layers
+        return is_numbered_draft(layer) or layer_index(layer) < known
 
     def _check_shards(self) -> None:
         for path, key, scale in unlisted_scales(self.model):
@@ -165,7 +250,7 @@ class ScaleLoader:
             others = len(missing) - 1
             also = f" (and those of {others} more layers)" if others else ""
             raise ValueError(
-                f"{self.legacy.path if self.legacy else self.model}: "
+                f"{self.external.path if self.external else self.model}: "
                 f"{self._missing_keys(missing[0])} missing{also}, but "
                 "quantization_config of config.json declares static KV scales "
                 "(kv_cache_scheme or the like), or other layers have theirs. "
@@ -182,8 +267,8 @@ class ScaleLoader:
 
     def _missing_keys(self, layer: str) -> str:
         """The names that ``layer`` lacks, as other layers have them."""
-        if self.legacy:
-            return f"kv_cache.scaling_factor.*.{layer_index(layer)}"
+        if self.external:
+            return self.external.key_of.format(layer_index(layer))
         roles: list[Role] = ["k", "v"]
         keys = []
         for role in roles:
@@ -195,71 +280,25 @@ class ScaleLoader:
             keys.append(key_in_layer(known, layer) if known else default)
         return ", ".join(dict.fromkeys(keys))  # a fused scale is there once
 
-    def _scales_of(self, layer: str, module: nn.Module) -> AttentionScales:
-        found = self.store.found[layer]
-        values = {role: scale.dequant_scale for role, scale in found.items()}
-        if hasattr(module, "kv_lora_rank"):
-            # One latent serves K and V: the larger covers both.
-            values["k"] = values["v"] = max(values["k"], values["v"])
-        factor = self.adjustment.factor
-        try:
-            static = {
-                role: StaticScale.from_dequant(value * factor, self.dtype)
-                for role, value in values.items()
-            }
-        except ValueError as error:
-            key = found["k"].key
-            raise ValueError(f"{self._file_of(key)}: {key}: {error}") from None
-        return AttentionScales(
-            static["k"],
-            static["v"],
-            static.get("q"),
-            self._source([layer]),
-            static.get("prob"),
-        )
-
     def _source(self, layers: list[str]) -> str:
-        if self.legacy:
-            return f"{self.legacy.path} ({self.legacy.ranks})"
+        if self.external:
+            return self.external.source
         keys = {
             scale.key for layer in layers for scale in self.store.found[layer].values()
         }
         return producers_of(keys, self.quantization)
 
-    def _report(self, loaded: list[str]) -> None:
-        if not loaded:
-            logger.info(
-                "fp8_inc: no KV scales in the checkpoint: dequant_scale 1.0 for all "
-                "%d layers, served on %s (max %g)",
-                len(self.layers),
-                self.settings.device,
-                self.settings.format.max,
-            )
-            return
-        found = {layer: self.store.found[layer] for layer in loaded}
-        mla = any(hasattr(module, "kv_lora_rank") for module in self.layers.values())
-        extra: list[Role] = ["q", "prob"]
-        with_extra = [
-            role for role in extra if all(role in roles for roles in found.values())
-        ]
-        logger.info(
-            "fp8_inc: KV scales of %d of %d layers from %s%s; q %s, prob %s "
-            "(not quantised on CPU); made for %s (max %g; %s), served on %s (max %g): "
-            "dequant scales x %.4g",
-            len(loaded),
-            len(self.layers),
-            self._source(loaded),
-            " (MLA: the larger of k and v for the latent)" if mla else "",
-            *("loaded" if role in with_extra else "absent" for role in extra),
-            self.adjustment.quantised_for.name,
-            self.adjustment.quantised_for.max,
-            self.adjustment.reason,
-            self.settings.device,
-            self.settings.format.max,
-            self.adjustment.factor,
+    def _report(self, missing: list[str]) -> None:
+        loaded = [layer for layer in self._owners() if layer not in missing]
+        report_start(
+            {layer: self.store.found[layer] for layer in loaded},
+            self.adjustment,
+            source=self._source(loaded) if loaded else "",
+            layers=len(self.layers),
+            sharing=len(self.targets),
+            mla=any(is_mla(scales.module) for scales in self.layers.values()),
+            model=self.model,
         )
-        if odd := implausible(found):
-            logger.warning_once("fp8_inc: %s: %s", self.model, odd)
 
 
 def _quantization_config(model_config: "ModelConfig") -> Any:
@@ -269,19 +308,15 @@ def _quantization_config(model_config: "ModelConfig") -> Any:
     return found or getattr(config, "compression_config", None)
 
 
-def _legacy_scales(
-    settings: Settings, model_config: "ModelConfig"
-) -> LegacyScales | None:
+def _external_scales(
+    settings: Settings, model_config: "ModelConfig", rank: int, ranks: int
+) -> ExternalScales | None:
     if settings.legacy_scales is None:
         return None
-    from vllm.distributed import (
-        get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_world_size,
-    )
-
     return read_legacy_scales(
         settings.legacy_scales,
         model_config.hf_config.model_type,
-        get_tensor_model_parallel_rank(),
-        get_tensor_model_parallel_world_size(),
+        rank,
+        ranks,
+        settings.format,
     )

@@ -3,6 +3,7 @@
 """The static scales of an attention layer, checked and in the form kernels use."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,26 +14,29 @@ _LARGEST = 1e30
 
 @dataclass(frozen=True)
 class StaticScale:
-    """One per-tensor scale, as it acts on the device.
+    """One scale, per tensor or per head, as it acts on the device.
 
     The device multiplies by the quant scale rounded to the activation dtype, so
     reads undo exactly that value: 1 / quant_scale, not the dequant scale of the
     checkpoint, which would bias every read by up to 0.4 %.
 
     Attributes:
-        quant_scale: 0-d, activation dtype; q = cast(x * quant_scale).
-        dequant_scale: 0-d float32; x = q * dequant_scale.
+        quant_scale: [] or [heads], activation dtype; q = cast(x * quant_scale).
+        dequant_scale: [] or [heads] float32; x = q * dequant_scale.
     """
 
     quant_scale: torch.Tensor
     dequant_scale: torch.Tensor
 
     @classmethod
-    def from_dequant(cls, dequant_scale: float, dtype: torch.dtype) -> "StaticScale":
-        """Builds both multipliers from a checked dequant scale.
+    def from_dequant(
+        cls, dequant_scale: float | Sequence[float], dtype: torch.dtype
+    ) -> "StaticScale":
+        """Builds both multipliers from checked dequant scales.
 
         Args:
-            dequant_scale: x = q * dequant_scale, positive and finite.
+            dequant_scale: x = q * dequant_scale, positive and finite; one, or one
+                for each head.
             dtype: Dtype of the activations that are cast.
 
         Raises:
@@ -41,11 +45,21 @@ class StaticScale:
         scale = torch.tensor(dequant_scale, dtype=torch.float32)
         quant_scale = scale.reciprocal().to(dtype)
         acting = quant_scale.float().reciprocal()
-        if not (0 < quant_scale.item() < math.inf and acting.item() < math.inf):
-            raise ValueError(
-                f"dequant_scale {dequant_scale} has no reciprocal in {dtype}"
-            )
+        good = (quant_scale > 0) & quant_scale.isfinite() & acting.isfinite()
+        if not good.all():
+            values = [dequant_scale] if scale.ndim == 0 else list(dequant_scale)
+            bad = values[good.flatten().tolist().index(False)]
+            raise ValueError(f"dequant_scale {bad} has no reciprocal in {dtype}")
         return cls(quant_scale, acting)
+
+    @property
+    def per_head(self) -> bool:
+        """Whether each head has its own scale."""
+        return self.dequant_scale.ndim == 1
+
+    def of_heads(self, multiplier: torch.Tensor) -> torch.Tensor:
+        """Shapes one of the two for [..., heads, head_size]: [] or [heads, 1]."""
+        return multiplier[:, None] if self.per_head else multiplier
 
 
 @dataclass(frozen=True)
@@ -57,9 +71,12 @@ class AttentionScales:
     Attributes:
         k: For what is cached as K (MLA: kv_c and k_pe).
         v: For what is cached as V (MLA: read from the same bytes).
-        q: For the query of the prefill, or None where the checkpoint has none.
+        q: For the query of MHA and of the prefill of MLA, or None where the
+            checkpoint has none.
         source: Where they come from, for the report.
         prob: For the softmax's output, or None where the checkpoint has none.
+        q_latent: For the query that MLA absorbs kv_b_proj into to decode, which has
+            another range than ``q``; None: per token by its amax.
     """
 
     k: StaticScale
@@ -67,6 +84,7 @@ class AttentionScales:
     q: StaticScale | None
     source: str
     prob: StaticScale | None = None
+    q_latent: StaticScale | None = None
 
 
 def check_dequant_scale(value: float) -> None:
@@ -86,22 +104,37 @@ def check_dequant_scale(value: float) -> None:
         raise ValueError(f"is {value:g}, but no activation is above {_LARGEST:g}")
 
 
-def read_dequant_scale(tensor: torch.Tensor) -> float:
-    """Reads a per-tensor dequant scale of a checkpoint.
+def read_dequant_scales(tensor: torch.Tensor) -> tuple[float, ...]:
+    """Reads the dequant scales of a checkpoint, per tensor or per head.
 
     Args:
-        tensor: One element, any shape of ones, any floating dtype.
+        tensor: One element, or one for each head: [heads], [heads, 1, 1] or
+            [1, heads, 1]. Any floating dtype.
+
+    Returns:
+        One value, or one for each head.
 
     Raises:
-        ValueError: If it is not one positive finite number, as
-            ``check_dequant_scale`` has it.
+        ValueError: If a value is not a positive finite number, as
+            ``check_dequant_scale`` has it, or the shape is another one.
     """
+    if tensor.numel() == 0 or sum(size > 1 for size in tensor.shape) > 1:
+        raise ValueError(
+            f"has shape {tuple(tensor.shape)}, but one scale per tensor or one per "
+            "head is expected"
+        )
+    if not tensor.is_floating_point():
+        raise ValueError(f"has dtype {tensor.dtype}, but a floating dtype is expected")
+    values = tuple(tensor.double().flatten().tolist())
+    for value in values:
+        check_dequant_scale(value)
+    return values
+
+
+def read_dequant_scale(tensor: torch.Tensor) -> float:
+    """Reads the one dequant scale of a tensor; raises as ``read_dequant_scales``."""
     if tensor.numel() != 1:
         raise ValueError(
             f"has shape {tuple(tensor.shape)}, but one scale per tensor is expected"
         )
-    if not tensor.is_floating_point():
-        raise ValueError(f"has dtype {tensor.dtype}, but a floating dtype is expected")
-    value = tensor.double().item()
-    check_dequant_scale(value)
-    return value
+    return read_dequant_scales(tensor)[0]

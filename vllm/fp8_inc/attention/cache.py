@@ -11,8 +11,16 @@ from vllm.fp8_inc.scales import StaticScale
 def encode_for_cache(
     values: torch.Tensor, scale: StaticScale | None, fmt: Fp8Format
 ) -> torch.Tensor:
-    """Turns activations into what is stored: FP8 codes (uint8), or themselves."""
-    return values if scale is None else fmt.cast(values, scale.quant_scale)
+    """Turns activations into what is stored: FP8 codes (uint8), or themselves.
+
+    Args:
+        values: [..., heads, size] where the scale is per head.
+        scale: None for a cache that is not quantised.
+        fmt: The flavour of the device.
+    """
+    if scale is None:
+        return values
+    return fmt.cast(values, scale.of_heads(scale.quant_scale))
 
 
 def decode_from_cache(
@@ -21,7 +29,7 @@ def decode_from_cache(
     """Turns what is stored back into float32 values."""
     if scale is None:
         return stored.float()
-    return fmt.decode(stored) * scale.dequant_scale
+    return fmt.decode(stored) * scale.of_heads(scale.dequant_scale)
 
 
 def storage(cache: torch.Tensor) -> torch.Tensor:

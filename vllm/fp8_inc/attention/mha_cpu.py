@@ -3,8 +3,8 @@
 """MHA and GQA on CPU over an FP8 cache.
 
 Our writer rounds to nearest even with the device's product; upstream's truncates
-towards zero. Upstream's reader serves where it has FP8 kernels (AVX-512); elsewhere
-a plain reader in float32 does. Both read the one layout: inside a block of a head
+towards zero. Upstream's reader serves where it has FP8 kernels (AVX-512); elsewhere,
+and for scales per head, a plain reader in float32 does. Both read the one layout: inside a block of a head
 K is [head_size, block_size], V is [block_size, head_size].
 """
 
@@ -163,18 +163,24 @@ class CPUFp8Impl(CPUAttentionBackendImpl):
         vllm_config = get_current_vllm_config()
         self.format = Settings.of(vllm_config).format
         self.scales: AttentionScales | None = None
-        if self.kv_sharing_target_layer_name is not None:
-            raise NotImplementedError(
-                "--kv-cache-dtype fp8_inc on CPU does not support layers that share "
-                f"the KV cache of {self.kv_sharing_target_layer_name}; serve with "
-                "--kv-cache-dtype auto"
+        if not upstream_reads(vllm_config, head_size):
+            logger.info_once(
+                "fp8_inc: upstream's FP8 attention kernel needs AVX-512 and block and "
+                "head sizes that are multiples of 32; a plain float32 reader serves"
             )
-        if upstream_reads(vllm_config, head_size):
-            return
-        logger.info_once(
-            "fp8_inc: upstream's FP8 attention kernel needs AVX-512 and block and "
-            "head sizes that are multiples of 32; a plain float32 reader serves"
-        )
+            self._check_plain_reader("on this CPU")
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Checks that scales per head, which upstream's kernel has not, can be read."""
+        super().process_weights_after_loading(act_dtype)
+        if self._per_head:
+            self._check_plain_reader("with scales per head")
+
+    @property
+    def _per_head(self) -> bool:
+        return self.scales.k.per_head or self.scales.v.per_head
+
+    def _check_plain_reader(self, where: str) -> None:
         unsupported = {
             "ALiBi": self.alibi_slopes,
             "a logits soft cap": self.logits_soft_cap or None,
@@ -183,7 +189,7 @@ class CPUFp8Impl(CPUAttentionBackendImpl):
         for what, value in unsupported.items():
             if value is not None:
                 raise NotImplementedError(
-                    f"--kv-cache-dtype fp8_inc on this CPU does not support {what}; "
+                    f"--kv-cache-dtype fp8_inc {where} does not support {what}; "
                     "serve with --kv-cache-dtype auto"
                 )
 
@@ -245,7 +251,7 @@ class CPUFp8Impl(CPUAttentionBackendImpl):
         """
         if attn_metadata is None:
             return output
-        if attn_metadata.scheduler_metadata is not None:
+        if attn_metadata.scheduler_metadata is not None and not self._per_head:
             scales = SimpleNamespace(
                 _k_scale_float=self.scales.k.dequant_scale.item(),
                 _v_scale_float=self.scales.v.dequant_scale.item(),

@@ -43,7 +43,8 @@ class ScaleKey:
     """What a checkpoint key says.
 
     Attributes:
-        layer: ``layers.N``, without what stands before and after it.
+        layer: ``layers.N``, without what stands before and after it, or
+            ``mtp.layers.N``: a draft model that is numbered from 0.
         name: What follows the attention module; a name of ``producers``.
         tower: Whether a vision or an audio tower is meant, not the model.
     """
@@ -71,7 +72,7 @@ def match_scale_key(key: str) -> ScaleKey | None:
     if found is None:
         return None
     tower = _TOWER.search(found["prefix"]) is not None
-    return ScaleKey(f"layers.{int(found['index'])}", found["name"], tower)
+    return ScaleKey(_layer(found), found["name"], tower)
 
 
 def layer_of(layer_name: str) -> str | None:
@@ -79,12 +80,22 @@ def layer_of(layer_name: str) -> str | None:
     found = _LAYER.fullmatch(layer_name)
     if found is None or _TOWER.search(found["prefix"]):
         return None
-    return f"layers.{int(found['index'])}"
+    return _layer(found)
+
+
+def _layer(found: re.Match[str]) -> str:
+    draft = "mtp." if found["prefix"].endswith("mtp.") else ""
+    return f"{draft}layers.{int(found['index'])}"
+
+
+def is_numbered_draft(layer: str) -> bool:
+    """Whether ``layer`` is of a draft model that is numbered from 0."""
+    return layer.startswith("mtp.")
 
 
 def layer_index(layer: str) -> int:
     """Returns N of ``layers.N``."""
-    return int(layer.split(".")[1])
+    return int(layer.rpartition(".")[2])
 
 
 def key_in_layer(key: str, layer: str) -> str:
@@ -148,7 +159,7 @@ def declared_scheme(quantization_config: Mapping[str, Any] | None) -> bool:
     supported = {
         "num_bits": (8,),
         "type": ("float",),
-        "strategy": ("tensor",),
+        "strategy": ("tensor", "attn_head"),
         "dynamic": (False, None),
         "symmetric": (True, None),
     }
@@ -157,10 +168,14 @@ def declared_scheme(quantization_config: Mapping[str, Any] | None) -> bool:
         if value not in allowed:
             raise ValueError(
                 f"config.json: quantization_config.kv_cache_scheme.{name} is "
-                f"{value!r}; --kv-cache-dtype fp8_inc loads {allowed[0]!r}. Serve "
+                f"{value!r}; --kv-cache-dtype fp8_inc loads {_either(allowed)}. Serve "
                 "with --kv-cache-dtype auto, or quantise the cache again"
             )
     return True
+
+
+def _either(allowed: tuple[object, ...]) -> str:
+    return " or ".join(repr(value) for value in allowed if value is not None)
 
 
 def _declared_by_modelopt(config: Mapping[str, Any]) -> bool:

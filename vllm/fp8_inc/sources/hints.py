@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """Scales that can be loaded and that no calibration gives."""
 
+import math
 from collections.abc import Mapping
 
 from vllm.fp8_inc.sources.producers import Role
@@ -32,3 +33,29 @@ def implausible(found: Mapping[str, Mapping[Role, FoundScale]]) -> str | None:
             "calibration gives each layer its own"
         )
     return None
+
+
+def rounded_to_bfloat16(
+    found: Mapping[str, Mapping[Role, FoundScale]],
+) -> str | None:
+    """Says that all scales were stored in bfloat16, where that rounded them.
+
+    Args:
+        found: Layer -> role -> scale.
+    """
+    values = [
+        value
+        for roles in found.values()
+        for scale in roles.values()
+        if not scale.reciprocal
+        for value in scale.values
+    ]
+    mantissas = [math.frexp(value)[0] * 2**8 for value in values]
+    exact = all(m == int(m) for m in mantissas)
+    if not values or not exact or set(mantissas) == {2.0**7}:
+        return None  # powers of two need no rounding
+    return (
+        f"all {len(values)} dequant scales are bfloat16 numbers, as in a checkpoint "
+        "that stores them in the dtype of the model: up to 0.4 % from amax / max, so "
+        "that values as close to amax may saturate"
+    )

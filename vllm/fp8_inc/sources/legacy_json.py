@@ -9,7 +9,6 @@ for K and V.
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,9 +20,14 @@ from pydantic import (
     ValidationError,
 )
 
+from vllm.fp8_inc.adjustment import FLAVOR_KEY, resolve_adjustment
+from vllm.fp8_inc.formats import Fp8Format
 from vllm.fp8_inc.scales import check_dequant_scale
+from vllm.fp8_inc.sources.external import ExternalScales
+from vllm.fp8_inc.sources.store import FoundScale
 
 _OPTION = '"legacy_scales" of --additional-config'
+_KEY = "kv_cache.scaling_factor.*.{}"
 _Index = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,5})$")]
 
 
@@ -42,26 +46,13 @@ class _Document(BaseModel):
     kv_cache: _KVCache
 
 
-@dataclass(frozen=True)
-class LegacyScales:
-    """What the file says for one rank.
-
-    Attributes:
-        path: The file.
-        dtype: The FP8 flavour that it was made for, as fp8_dtype_flavor names it.
-        dequant_scales: Layer number -> x = q * s, for K and for V.
-        ranks: Which rank's values these are, for the report.
-    """
-
-    path: str
-    dtype: str
-    dequant_scales: dict[int, float]
-    ranks: str
-
-
 def read_legacy_scales(
-    path: str, model_type: str | None, rank: int, world_size: int
-) -> LegacyScales:
+    path: str,
+    model_type: str | None,
+    rank: int,
+    world_size: int,
+    served_on: Fp8Format,
+) -> ExternalScales:
     """Reads the scales of one tensor-parallel rank.
 
     A file made for another world size serves every rank with the elementwise
@@ -72,6 +63,7 @@ def read_legacy_scales(
         model_type: Of the model's config.json; compared where the file has one.
         rank: Tensor-parallel rank of this worker.
         world_size: Number of tensor-parallel ranks.
+        served_on: The format of the device.
 
     Raises:
         ValueError: Naming file, key and value.
@@ -91,17 +83,19 @@ def read_legacy_scales(
                 ) from None
     _check_same_layers(path, ranks)
     if set(ranks) == set(range(world_size)):
-        return LegacyScales(
-            path, cache.dtype, ranks[rank], f"rank {rank} of {world_size}"
-        )
-    largest = {
-        n: max(layers[n] for layers in ranks.values()) for n in ranks[min(ranks)]
-    }
-    return LegacyScales(
-        path,
-        cache.dtype,
-        largest,
-        f"the largest of ranks {sorted(ranks)}, served on {world_size}",
+        values, whose = ranks[rank], f"rank {rank} of {world_size}"
+    else:
+        first = ranks[min(ranks)]
+        values = {n: max(layers[n] for layers in ranks.values()) for n in first}
+        whose = f"the largest of ranks {sorted(ranks)}, served on {world_size}"
+    scales = {n: FoundScale(_KEY.format(n), value) for n, value in values.items()}
+    return ExternalScales(
+        option="legacy_scales",
+        path=path,
+        source=f"{path} ({whose})",
+        key_of=_KEY,
+        found={f"layers.{n}": {"k": s, "v": s} for n, s in scales.items()},
+        adjustment=resolve_adjustment({FLAVOR_KEY: cache.dtype}, served_on),
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Role = Literal["q", "k", "v", "prob"]
+Role = Literal["q", "q_latent", "k", "v", "prob"]
 Use = Literal["dequant_scale", "quant_scale", "zero", "ignored"]
 
 
@@ -109,7 +109,7 @@ PRODUCERS = (
     Producer(
         name="llm-compressor (KV cache)",
         tensors=_each("{}_scale") | _each("{}_zero_point", use="zero"),
-        shape="[1], in the dtype of the model",
+        shape="[1], or per head [heads, 1, 1], in the dtype of the model",
         config=_SCHEME,
         handling=f"Loaded. {_ZERO_POINTS}",
         quant_methods=_COMPRESSED,
@@ -117,17 +117,30 @@ PRODUCERS = (
     Producer(
         name="llm-compressor (attention)",
         tensors=_each("{}_scale", "qkv") | _each("{}_zero_point", "qkv", "zero"),
-        shape="[1], in the dtype of the model",
+        shape="[1], or per head [heads, 1, 1], in the dtype of the model",
         config=f"{_SCHEME}, and a `config_groups` entry for the attention class",
         handling=f"Loaded. {_ZERO_POINTS}",
         quant_methods=_COMPRESSED,
     ),
     Producer(
+        name="This fork (vllm kv-scales)",
+        tensors=_each("{}_scale", "qkv")
+        | {"q_latent_scale": Tensor(("q_latent",), only="MLA")}
+        | {"prob_scale": Tensor(("prob",))},
+        shape="[1] or per head [heads, 1, 1], fp32",
+        config=f"{_SCHEME}, `provider` kv-scales",
+        handling="Loaded. `q_latent_scale` is for the query that MLA absorbs "
+        "kv_b_proj into; `q_scale` for the one before.",
+        quant_methods=_COMPRESSED,
+        provider="kv-scales",
+    ),
+    Producer(
         name="AutoRound",
         tensors=_each("{}_scale", "qkv") | {"q_max": Tensor((), "ignored")},
-        shape="[1] fp32",
+        shape="[1] or per head [heads], fp32",
         config="`provider` auto-round, perhaps `fp8_dtype_flavor`",
-        handling="Loaded. `q_max`, which early versions leak, is ignored with a "
+        handling="Loaded; scales per head divide by 448 whatever the flavour is. "
+        "`q_max`, which early versions leak, is ignored with a "
         "debug line.",
         quant_methods=_COMPRESSED,
         provider="auto-round",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm.fp8_inc.scales import check_dequant_scale, read_dequant_scale
+from vllm.fp8_inc.scales import check_dequant_scale, read_dequant_scales
 from vllm.fp8_inc.sources.checkpoint import (
     ScaleKey,
     file_of,
@@ -29,13 +29,20 @@ class FoundScale:
 
     Attributes:
         key: Its name in the file.
-        dequant_scale: x = q * dequant_scale.
+        dequant_scale: x = q * dequant_scale; the largest where each head has one.
         reciprocal: Whether it was stored as its reciprocal, a quant scale.
+        per_head: The dequant scale of each head; empty where one serves all.
     """
 
     key: str
     dequant_scale: float
     reciprocal: bool = False
+    per_head: tuple[float, ...] = ()
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The dequant scales: one, or one for each head."""
+        return self.per_head or (self.dequant_scale,)
 
 
 class ScaleStore:
@@ -61,8 +68,9 @@ class ScaleStore:
         """Keeps ``tensor`` where it is a scale; returns whether it is.
 
         Raises:
-            ValueError: For a scale that is not one positive finite number, a
-                zero-point other than 0, or two unequal scales for one role.
+            ValueError: For a scale that is not positive and finite, or of another
+                shape than per tensor or per head; a zero-point other than 0; two
+                unequal scales for one role.
         """
         scale = match_scale_key(key)
         if scale is None:
@@ -105,15 +113,17 @@ class ScaleStore:
     def _add(self, scale: ScaleKey, key: str, tensor: torch.Tensor) -> None:
         reciprocal = scale.use == "quant_scale"
         try:
-            value = read_dequant_scale(tensor)
+            values = read_dequant_scales(tensor)
             if reciprocal:
-                value = 1 / value
-                check_dequant_scale(value)
+                values = tuple(1 / value for value in values)
+                for value in values:
+                    check_dequant_scale(value)
         except ValueError as error:
             raise ValueError(
                 f"{file_of(key, self.model)}: {key} {error}. {_WAY_OUT}"
             ) from None
-        new = FoundScale(key, value, reciprocal)
+        per_head = values if len(values) > 1 else ()
+        new = FoundScale(key, max(values), reciprocal, per_head)
         roles = self.found.setdefault(scale.layer, {})
         for role in scale.roles:
             known = roles.setdefault(role, new)
@@ -126,10 +136,16 @@ class ScaleStore:
     ) -> None:
         tolerance = 0.0
         if known.reciprocal != new.reciprocal:
-            tolerance = _RECIPROCAL_TOLERANCE * known.dequant_scale
-        if abs(known.dequant_scale - new.dequant_scale) <= tolerance:
+            tolerance = _RECIPROCAL_TOLERANCE
+        pairs = list(zip(known.values, new.values, strict=False))
+        if len(known.values) == len(new.values) and all(
+            abs(a - b) <= tolerance * a for a, b in pairs
+        ):
             return
-        values = f"{known.dequant_scale:.9g} and {new.dequant_scale:.9g}"
+        a, b = next((p for p in pairs if p[0] != p[1]), pairs[0])
+        values = f"{a:.9g} and {b:.9g}"
+        if len(known.values) != len(new.values):
+            values = f"{len(known.values)} and {len(new.values)} of them"
         if known.key == new.key:
             files = " and ".join(files_of(new.key, self.model)) or self.model
             raise ValueError(
