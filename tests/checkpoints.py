@@ -277,3 +277,11 @@ def checkpoint(
     )
     scales = kv_scales(config) if scales is None else scales
     return write(folder, config, weights(config) | scales)
+
+
+def fp8_static(folder: Path, kind: str, factor: float = 1) -> str:
+    """FP8-static weights; ``factor`` multiplies the KV scales."""
+    config = BUILDERS[kind]()
+    config["quantization_config"] = quantization_config()
+    scales = {key: scale * factor for key, scale in kv_scales(config).items()}
+    return write(folder, config, quantize(weights(config)) | scales)

@@ -29,6 +29,8 @@ def engine(model: str, **options: Any) -> Iterator[Any]:
         llm = LLM(model, **options)
         yield llm
     finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()  # worker processes, if there are
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()

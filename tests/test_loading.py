@@ -11,6 +11,7 @@ from tests.checkpoints import (
     BUILDERS,
     checkpoint,
     deepseek_config,
+    fp8_static,
     kv_scales,
     llama_config,
     quantization_config,
@@ -29,14 +30,6 @@ from tests.engines import (
 )
 
 LAYER = "model.layers.1.self_attn"
-
-
-def fp8_static(folder: Path, kind: str, factor: float = 1) -> str:
-    """FP8-static weights; factor multiplies the KV scales."""
-    config = BUILDERS[kind]()
-    config["quantization_config"] = quantization_config()
-    scales = {key: scale * factor for key, scale in kv_scales(config).items()}
-    return write(folder, config, quantize(weights(config)) | scales)
 
 
 @pytest.mark.parametrize("kind", BUILDERS)

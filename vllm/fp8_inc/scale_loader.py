@@ -212,7 +212,10 @@ class ScaleLoader:
         for layer, target in self.targets.items():
             impl = self.layers[layer].module.impl
             impl.scales = replace(
-                target.impl.scales, q=None, prob=None, source=f"those of {target}"
+                target.impl.scales,
+                q=None,
+                prob=None,
+                source=f"those of {target.layer_name}",
             )
 
     def _file_of(self, key: str) -> str:

@@ -4,6 +4,8 @@
 
 from typing import TYPE_CHECKING
 
+from vllm.config import get_current_vllm_config
+
 if TYPE_CHECKING:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -12,7 +14,7 @@ def cpu_backend(config: "AttentionSelectorConfig") -> str | None:
     """Returns the path of our backend class, or None where upstream's serves.
 
     MLA is ours for every cache dtype, so that a bf16 and an FP8 cache differ in
-    nothing but the cache. MHA and GQA are ours for fp8_inc only.
+    nothing but the cache. MHA and GQA are ours in an engine with fp8_inc only.
 
     Raises:
         ValueError: For a cache dtype or a kind of layer that neither serves.
@@ -28,7 +30,10 @@ def cpu_backend(config: "AttentionSelectorConfig") -> str | None:
             )
         return "vllm.fp8_inc.attention.mla_cpu.CPUMLABackend"
     if config.kv_cache_dtype != "fp8_inc":
-        return None
+        if get_current_vllm_config().cache_config.cache_dtype != "fp8_inc":
+            return None
+        # A layer of kv_cache_dtype_skip_layers among others with an FP8 cache.
+        return "vllm.fp8_inc.attention.mha_unquantized.CPUUnquantizedBackend"
     if config.use_sparse:
         raise ValueError(
             "--kv-cache-dtype fp8_inc: sparse MLA is not supported; use auto"
