@@ -69,7 +69,8 @@ class Fp8LinearScheme(CompressedTensorsScheme):
             layer.weight_block_size = self.recipe.block
             is_split = input_size != inputs or output_size != sum(widths)
             check_fused(self.layer_name, widths, is_split, self.recipe.block, inputs)
-        scale = self._empty_scale(widths, inputs, weight_loader)
+        scale_loader = self.recipe.scale_loader(weight_loader)
+        scale = self._empty_scale(widths, inputs, scale_loader)
         layer.register_parameter(self.recipe.scale_name, scale)
         if self.recipe.static_inputs:
             layer.input_scale = create_fp8_input_scale(widths, weight_loader)
