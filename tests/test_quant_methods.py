@@ -91,17 +91,26 @@ def expected_inputs(tensors: dict[str, torch.Tensor], name: str) -> float | None
     return max(scales, default=None)
 
 
+def halved(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same weights where Gaudi2 holds every code; each of ours has one of 448."""
+    result = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            result[name] = (tensor.float() / 2).to(torch.float8_e4m3fn)
+        elif ".weight_scale" in name:
+            result[name] = tensor * 2
+    return result
+
+
 def check_weights(
     found: dict[str, Projection], checkpoint: Checkpoint, maximum: float
 ) -> None:
-    oracle = WeightOracle(checkpoint.tensors, maximum)
+    tensors = checkpoint.tensors
+    oracle = WeightOracle(tensors if maximum == 448 else halved(tensors), maximum)
     assert found.keys() == checkpoint.quantized
     for name, (weight, inputs) in found.items():
-        expected = oracle.plain[f"{name}.weight"]
-        # Halving takes 448 to 224 and rounds odd denormals.
-        rounded = weight.abs().max().item() / 224 * 2**-10 if maximum == 240 else 0
-        assert (weight - expected).abs().max().item() <= rounded, name
-        scale = expected_inputs(checkpoint.tensors, name)
+        assert torch.equal(weight, oracle.plain[f"{name}.weight"]), name
+        scale = expected_inputs(tensors, name)
         if scale is not None:
             scale = pytest.approx(scale * 448 / maximum, rel=1e-6)
         assert inputs == scale, name
