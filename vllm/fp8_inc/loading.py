@@ -14,12 +14,14 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from vllm.fp8_inc.environment import check_on_cpu
 from vllm.fp8_inc.scale_loader import ScaleLoader
 from vllm.fp8_inc.settings import Settings
 from vllm.fp8_inc.sources.checkpoint import match_scale_key
+from vllm.fp8_inc.sources.shards import cut_short
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
@@ -80,7 +82,13 @@ def attach(
     def load_weights_and_scales(
         weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any
     ) -> Any:
-        loaded = load_weights(loader.keep_back(weights), *args, **kwargs)
+        try:
+            loaded = load_weights(loader.keep_back(weights), *args, **kwargs)
+        except SafetensorError as error:
+            path = model_config.model
+            raise ValueError(
+                f"{cut_short(path) or f'{path}: {error}'}: copy or download it again"
+            ) from error
         loader.finish()
         return loaded
 

@@ -38,6 +38,9 @@ class Fp8IncQuarkConfig(ServedOnCpu, QuarkConfig):
         ):
             return None
         found = self._find_matched_config(prefix, layer)
+        if experts and found == self.quant_config["global_quant_config"]:
+            # A pattern may name the projections and not the module that holds them.
+            found = self._find_matched_config(f"{prefix}.0.gate_proj", layer)
         weights, inputs = found.get("weight"), found.get("input_tensors")
         others = found.get("output_tensors") or found.get("bias")
         if others or not self._is_fp8_w8a8(weights, inputs):
