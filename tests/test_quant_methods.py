@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import kv_scales
-from tests.engines import ask, attention_layers, engine, model_of
+from tests.checkpoints import kv_scales, llama_config, quantize, weights, write
+from tests.engines import ask, attention_layers, engine, model_of, prompt
 from tests.oracle import Oracle
-from tests.quant_methods import BUILDERS, FORMATS, Checkpoint, build
+from tests.quant_methods import BUILDERS, FORMATS, Checkpoint, build, modelopt
 from tests.test_mla_numbers import (
     LATENT,
     MEDIAN_BOUND,
@@ -154,3 +154,23 @@ def test_every_layer_has_the_checkpoints_numbers(tmp_path, row, kind):
         latent = [scale * factor for scale in LATENT]
         oracle = Oracle(checkpoint.plain, latent, maximum, factor)
         assert median_distance(answers, oracle) < MEDIAN_BOUND
+
+
+def test_an_fp8_lm_head_is_served(tmp_path):
+    """ModelOpt quantises it where it is told to, and so does AutoRound."""
+    config = llama_config(num_hidden_layers=1)
+    config["quantization_config"] = modelopt("FP8")([]) | {"ignore": []}
+    plain = weights(config)
+    # quantize() takes what is called a projection.
+    plain["lm_head_proj.weight"] = plain.pop("lm_head.weight")
+    tensors = {
+        name.replace("lm_head_proj", "lm_head"): tensor
+        for name, tensor in quantize(plain).items()
+    }
+    path = write(tmp_path, config, tensors | kv_scales(config))
+    with engine(path, dtype="float32") as llm:
+        (answer,) = ask(llm, [prompt(12)])
+        head = model_of(llm).lm_head
+        stored = tensors["lm_head.weight"].float() * tensors["lm_head.weight_scale"]
+        assert torch.equal(head.weight.float() * head.weight_scale[:, None], stored)
+    assert answer.logprobs.isfinite().all()
