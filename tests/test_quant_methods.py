@@ -174,3 +174,14 @@ def test_an_fp8_lm_head_is_served(tmp_path):
         stored = tensors["lm_head.weight"].float() * tensors["lm_head.weight_scale"]
         assert torch.equal(head.weight.float() * head.weight_scale[:, None], stored)
     assert answer.logprobs.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["modelopt FP8_PB_WO", "auto-round FP8_STATIC"])
+def test_weights_reload(tmp_path, name):
+    (row,) = [row for row in FORMATS if row.name == name]
+    checkpoint = build(tmp_path, row, "MLA")
+    with engine(checkpoint.served, dtype="float32", **device("gaudi2")) as llm:
+        llm.collective_rpc("reload_weights")
+        check_weights(projections(model_of(llm)), checkpoint, 240.0)
+        check_absorbed(llm, checkpoint, 240.0)
