@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """Scales reach every layer of a real engine, or the start says why not."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -282,5 +283,15 @@ def test_fp8_weights_with_a_missing_scale_stop_the_start(tmp_path):
     del tensors["model.layers.1.mlp.experts.2.down_proj.input_scale"]
     path = write(tmp_path, config, tensors)
     expected = r"layers\.1\.mlp\.experts.*input_scale"
+    with pytest.raises(ValueError, match=expected), engine(path):
+        pass
+
+
+@pytest.mark.parametrize("size", [-100, 50, 0])
+def test_a_shard_cut_short_is_named(tmp_path, size):
+    path = checkpoint(tmp_path, "gqa")
+    shard = tmp_path / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:size])
+    expected = rf"{re.escape(str(shard))} cannot be read .*download it again"
     with pytest.raises(ValueError, match=expected), engine(path):
         pass

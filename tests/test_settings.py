@@ -46,21 +46,21 @@ def test_missing_scales_may_be_unit():
 @pytest.mark.parametrize(
     "options, named",
     [
-        ({"device": "gaudi1"}, ['"device"', "'gaudi1'", "gaudi2", "gaudi3"]),
-        ({"device": "Gaudi2"}, ['"device"', "'Gaudi2'"]),
-        ({"device": None}, ['"device"', "None"]),
-        ({"device": ["gaudi2"]}, ['"device"', "['gaudi2']"]),
-        ({"missing_scales": "ignore"}, ['"missing_scales"', "'ignore'", "unit"]),
-        ({"legacy_scales": 3}, ['"legacy_scales"', "3"]),
-        ({"legacy_scales": ""}, ['"legacy_scales"', "''"]),
-        ({"devise": "gaudi2"}, ['"devise"', "'gaudi2'"]),
+        ({"device": "gaudi1"}, ["device is ", "'gaudi1'", "gaudi2", "gaudi3"]),
+        ({"device": "Gaudi2"}, ["device is ", "'Gaudi2'"]),
+        ({"device": None}, ["device is ", "None"]),
+        ({"device": ["gaudi2"]}, ["device is ", "['gaudi2']"]),
+        ({"missing_scales": "ignore"}, ["missing_scales is ", "'ignore'", "unit"]),
+        ({"legacy_scales": 3}, ["legacy_scales is ", "3"]),
+        ({"legacy_scales": ""}, ["legacy_scales is ", "''"]),
+        ({"devise": "gaudi2"}, ["devise is ", "'gaudi2'"]),
         (
             {"device": 2, "missing_scales": True},
-            ['"device"', "2", '"missing_scales"', "True"],
+            ["device is ", "2", "missing_scales is ", "True"],
         ),
-        (None, ['"fp8_inc"', "None"]),
-        ("gaudi2", ['"fp8_inc"', "'gaudi2'"]),
-        ([], ['"fp8_inc"', "[]"]),
+        (None, ["fp8_inc is ", "None"]),
+        ("gaudi2", ["fp8_inc is ", "'gaudi2'"]),
+        ([], ["fp8_inc is ", "[]"]),
     ],
 )
 def test_a_wrong_option_is_an_error_that_names_key_and_value(options, named):

@@ -29,7 +29,7 @@ def method_of(config, kind, prefix):
     layer = kind.__new__(kind)
     torch.nn.Module.__init__(layer)
     vllm_config = SimpleNamespace(additional_config={"fp8_inc": {"device": "gaudi2"}})
-    name = "vllm.fp8_inc.layers.recipe.get_current_vllm_config"
+    name = "vllm.fp8_inc.layers.served.get_current_vllm_config"
     with mock.patch(name, lambda: vllm_config):
         return layer, config.get_quant_method(layer, prefix)
 

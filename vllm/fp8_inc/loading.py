@@ -14,12 +14,14 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from vllm.fp8_inc.environment import check_on_cpu
 from vllm.fp8_inc.scale_loader import ScaleLoader
 from vllm.fp8_inc.settings import Settings
 from vllm.fp8_inc.sources.checkpoint import match_scale_key
+from vllm.fp8_inc.sources.shards import cut_short
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
@@ -39,24 +41,21 @@ def attach(
     """Makes ``model.load_weights`` load KV scales; called on each new model.
 
     Without an fp8_inc layer the model keeps its own ``load_weights``, but for
-    compressed-tensors and fp8 checkpoints on an unquantised cache: there the scales
+    checkpoints of a quant_method of ours on an unquantised cache: there the scales
     are dropped with one line, since no layer has a parameter for them.
 
     Raises:
         ValueError: If config.json declares a scheme that cannot be served.
     """
-    from vllm.fp8_inc.layers.recipe import ServedOnCpu
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (  # noqa: E501
-        CompressedTensorsConfig,
-    )
-    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+    from vllm.fp8_inc.layers.served import ServedOnCpu
+    from vllm.fp8_inc.plugin import QUANT_METHODS
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
     quant_config = vllm_config.quant_config
     ours = isinstance(quant_config, ServedOnCpu)
-    if type(quant_config) in (CompressedTensorsConfig, Fp8Config):
+    if quant_config and not ours and quant_config.get_name() in QUANT_METHODS:
         raise ValueError(
             "the entry point fp8_inc of vllm.general_plugins was not loaded; add "
             "fp8_inc to VLLM_PLUGINS, or unset it"
@@ -85,7 +84,13 @@ def attach(
     def load_weights_and_scales(
         weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any
     ) -> Any:
-        loaded = load_weights(loader.keep_back(weights), *args, **kwargs)
+        try:
+            loaded = load_weights(loader.keep_back(weights), *args, **kwargs)
+        except SafetensorError as error:
+            path = model_config.model
+            raise ValueError(
+                f"{cut_short(path) or f'{path}: {error}'}: copy or download it again"
+            ) from error
         loader.finish()
         return loaded
 

@@ -3,6 +3,17 @@
 """Registers the fork's parts with vLLM; an entry point of vllm.general_plugins."""
 
 import functools
+import importlib
+
+# quant_method -> module of layers/, and its class that takes upstream's place.
+QUANT_METHODS = {
+    "compressed-tensors": ("compressed_tensors", "Fp8IncCompressedTensorsConfig"),
+    "fp8": ("fp8", "Fp8IncFp8Config"),
+    "inc": ("inc", "Fp8IncINCConfig"),  # vLLM calls auto-round so too
+    "modelopt": ("modelopt", "Fp8IncModelOptConfig"),
+    "modelopt_mixed": ("modelopt", "Fp8IncModelOptMixedConfig"),
+    "quark": ("quark", "Fp8IncQuarkConfig"),
+}
 
 
 @functools.cache
@@ -28,8 +39,6 @@ def register() -> None:
         MLAPrefillBackendEnum.FLASH_ATTN,
         "vllm.fp8_inc.attention.mla_cpu.CPUMLAPrefillBackend",
     )
-    from vllm.fp8_inc.layers.compressed_tensors import Fp8IncCompressedTensorsConfig
-    from vllm.fp8_inc.layers.fp8 import Fp8IncFp8Config
-
-    register_quantization_config("compressed-tensors")(Fp8IncCompressedTensorsConfig)
-    register_quantization_config("fp8")(Fp8IncFp8Config)
+    for quant_method, (module, name) in QUANT_METHODS.items():
+        config = getattr(importlib.import_module(f"vllm.fp8_inc.layers.{module}"), name)
+        register_quantization_config(quant_method)(config)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm.fp8_inc.formats import FORMATS, Fp8Format
+from vllm.fp8_inc.validation import wrong_entries
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,11 +47,7 @@ class Settings(BaseModel):
         try:
             return cls.model_validate(options)
         except ValidationError as error:
-            lines = [
-                f'"{".".join(map(str, e["loc"])) or "fp8_inc"}": {e["input"]!r}'
-                f" ({e['msg']})"
-                for e in error.errors()
-            ]
             raise ValueError(
-                '--additional-config {"fp8_inc": ...} is wrong at ' + "; ".join(lines)
+                '--additional-config {"fp8_inc": ...}: '
+                f"{wrong_entries(error, 'fp8_inc')}"
             ) from None

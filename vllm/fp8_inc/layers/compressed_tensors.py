@@ -2,8 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """compressed-tensors checkpoints on CPU: FP8 W8A8 goes to our layers.
 
-Everything else stays upstream's. Registered in place of upstream's class by
-plugin.py, on CPU only.
+Everything else stays upstream's.
 """
 
 from typing import Any
@@ -12,15 +11,9 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 
 from vllm.fp8_inc.layers.linear import Fp8LinearScheme
-from vllm.fp8_inc.layers.moe import Fp8MoEMethod
-from vllm.fp8_inc.layers.recipe import (
-    Fp8Recipe,
-    ServedOnCpu,
-    upstream_serves_cache,
-)
-from vllm.model_executor.layers.attention import Attention
+from vllm.fp8_inc.layers.recipe import Fp8Recipe
+from vllm.fp8_inc.layers.served import ServedOnCpu, upstream_serves_cache
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (  # noqa: E501
     CompressedTensorsConfig,
 )
@@ -45,18 +38,13 @@ class Fp8IncCompressedTensorsConfig(ServedOnCpu, CompressedTensorsConfig):
     def kv_cache_scheme(self, scheme: dict[str, Any] | None) -> None:
         self._kv_cache_scheme = scheme
 
-    def get_quant_method(
-        self, layer: torch.nn.Module, prefix: str
-    ) -> QuantizeMethodBase | None:
-        if isinstance(layer, Attention) and not upstream_serves_cache():
-            return None
-        if isinstance(layer, RoutedExperts):
-            self._add_fused_moe_to_target_scheme_map()
-            scheme = self.get_scheme_dict(layer, f"{prefix}.0.gate_proj") or {}
-            weights, inputs = scheme.get("weights"), scheme.get("input_activations")
-            if _is_fp8(weights, inputs):
-                return Fp8MoEMethod(self._recipe(weights, inputs), layer, prefix)
-        return super().get_quant_method(layer, prefix)
+    def recipe_of(self, layer: torch.nn.Module, prefix: str) -> Fp8Recipe | None:
+        if not isinstance(layer, RoutedExperts):
+            return None  # upstream asks for a scheme, below
+        self._add_fused_moe_to_target_scheme_map()
+        scheme = self.get_scheme_dict(layer, f"{prefix}.0.gate_proj") or {}
+        weights, inputs = scheme.get("weights"), scheme.get("input_activations")
+        return self._recipe(weights, inputs) if _is_fp8(weights, inputs) else None
 
     def _get_scheme_from_parts(
         self,
@@ -77,7 +65,7 @@ class Fp8IncCompressedTensorsConfig(ServedOnCpu, CompressedTensorsConfig):
         return Fp8Recipe(
             QuantizationStrategy(weights.strategy).value,
             static_inputs=not inputs.dynamic,
-            adjustment=self.adjustment_for(self.config),
+            adjustment=self.adjustment(),
             block=tuple(weights.block_structure or (128, 128)),
         )
 

@@ -65,11 +65,12 @@ class Fp8LinearScheme(CompressedTensorsScheme):
         layer.dequantized_weight = functools.partial(dequantized_weight, layer)
         layer.weight = create_fp8_weight_parameter(sum(widths), inputs, weight_loader)
         if self.recipe.weights == "block":
-            # Upstream's loaders of fused projections read it.
+            # Upstream's loaders of fused projections read it, at a reload too.
             layer.weight_block_size = self.recipe.block
             is_split = input_size != inputs or output_size != sum(widths)
             check_fused(self.layer_name, widths, is_split, self.recipe.block, inputs)
-        scale = self._empty_scale(widths, inputs, weight_loader)
+        scale_loader = self.recipe.scale_loader(weight_loader)
+        scale = self._empty_scale(widths, inputs, scale_loader)
         layer.register_parameter(self.recipe.scale_name, scale)
         if self.recipe.static_inputs:
             layer.input_scale = create_fp8_input_scale(widths, weight_loader)
@@ -104,7 +105,6 @@ class Fp8LinearScheme(CompressedTensorsScheme):
         scale = scale * fit_weight(weight, self.recipe.adjustment, self.layer_name)
         scale = self._per_channel(layer.logical_widths, weight, scale)
         delattr(layer, name)
-        layer.weight_block_size = None
         layer.weight = Parameter(weight, requires_grad=False)
         layer.weight_scale = Parameter(scale, requires_grad=False)
         layer.input_quant_scale = None

@@ -68,7 +68,10 @@ class Fp8MoEMethod(FusedMoEMethodBase):
             self._check_split(width)
         attributes |= {"quant_method": self.recipe.weights}
 
-        def add(name: str, data: torch.Tensor) -> None:
+        loader = self.recipe.scale_loader(attributes["weight_loader"])
+        of_scales = attributes | {"weight_loader": loader}
+
+        def add(name: str, data: torch.Tensor, attributes: dict[str, Any]) -> None:
             layer.register_parameter(name, Parameter(data, requires_grad=False))
             set_weight_attrs(getattr(layer, name), attributes)
 
@@ -78,16 +81,18 @@ class Fp8MoEMethod(FusedMoEMethodBase):
             ("w2", [hidden], width),
         ):
             shape = (num_experts, sum(widths), inputs)
-            add(f"{name}_weight", torch.empty(shape, dtype=torch.float8_e4m3fn))
+            weight = torch.empty(shape, dtype=torch.float8_e4m3fn)
+            add(f"{name}_weight", weight, attributes)
             scales = torch.full((num_experts, *self._shape(widths, inputs)), torch.nan)
-            add(f"{name}_{self.recipe.scale_name}", scales)
+            add(f"{name}_{self.recipe.scale_name}", scales, of_scales)
         if not self.recipe.static_inputs:
             return
         # One for gate_proj and one for up_proj. Upstream's loader writes both into
         # one place: the last wins, and a reload counts more than there is.
-        add("w13_input_scale", torch.full((num_experts, 2), torch.nan))
-        layer.w13_input_scale.weight_loader = MethodType(_load_w13_input_scale, layer)
-        add("w2_input_scale", torch.full((num_experts,), torch.nan))
+        load = MethodType(_load_w13_input_scale, layer)
+        scales = torch.full((num_experts, 2), torch.nan)
+        add("w13_input_scale", scales, attributes | {"weight_loader": load})
+        add("w2_input_scale", torch.full((num_experts,), torch.nan), attributes)
 
     def _check_split(self, width: int) -> None:
         ranks = self.moe.moe_parallel_config.tp_size

@@ -2,14 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """How a checkpoint quantised its Linear layers and experts to FP8."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
-from vllm.fp8_inc.adjustment import Adjustment, resolve_adjustment
-from vllm.fp8_inc.settings import Settings
-from vllm.utils.torch_utils import is_quantized_kv_cache
+import torch
+
+from vllm.fp8_inc.adjustment import Adjustment
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,20 @@ class Fp8Recipe:
     block: tuple[int, int] = (128, 128)
     scale_name: str = "weight_scale"
 
+    def scale_loader(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes a weight loader take weight scales in every producer's shape."""
 
-class ServedOnCpu:
-    """Marks the quantisation configs whose FP8 layers are ours on CPU."""
+        @functools.wraps(load)
+        def load_scale(
+            param: torch.nn.Parameter, scale: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
+            return load(param, self._in_our_shape(scale), *args, **kwargs)
 
-    def adjustment_for(self, config: Mapping[str, Any] | None) -> Adjustment:
-        """The adjustment rule of ``quantization_config`` on the device served."""
-        settings = Settings.of(get_current_vllm_config())
-        return resolve_adjustment(config, settings.format)
+        return load_scale
 
-
-def upstream_serves_cache() -> bool:
-    """Whether the KV cache is quantised, and not as fp8_inc.
-
-    Then upstream's KV method loads the scales; otherwise loading.py does.
-    """
-    config = get_current_vllm_config_or_none()
-    if config is None:
-        return True
-    dtype = config.cache_config.cache_dtype
-    return is_quantized_kv_cache(dtype) and dtype != "fp8_inc"
+    def _in_our_shape(self, scale: torch.Tensor) -> torch.Tensor:
+        if self.weights == "channel" and scale.dim() == 1:
+            return scale[:, None]  # ModelOpt, Quark, AutoRound
+        if self.weights == "block" and scale.dim() == 4:
+            return scale[:, 0, :, 0]  # ModelOpt
+        return scale

@@ -25,6 +25,7 @@ from vllm.fp8_inc.formats import Fp8Format
 from vllm.fp8_inc.scales import check_dequant_scale
 from vllm.fp8_inc.sources.external import ExternalScales
 from vllm.fp8_inc.sources.store import FoundScale
+from vllm.fp8_inc.validation import wrong_entries
 
 _OPTION = '"legacy_scales" of --additional-config'
 _KEY = "kv_cache.scaling_factor.*.{}"
@@ -108,14 +109,9 @@ def _read(path: str, model_type: str | None) -> _Document:
         content = json.loads(text, object_pairs_hook=_without_duplicates)
         document = _Document.model_validate(content)
     except ValidationError as error:
-        wrong = "; ".join(
-            f"{'.'.join(map(str, e['loc'])) or 'the file'} is {e['input']!r} "
-            f"({e['msg']})"
-            for e in error.errors()
-        )
         raise ValueError(
-            f"{path}: {wrong}. Expected is {{model_type, kv_cache: {{dtype, "
-            "scaling_factor: {rank: {layer: scale}}}}"
+            f"{path}: {wrong_entries(error, 'the file')}. Expected is "
+            "{model_type, kv_cache: {dtype, scaling_factor: {rank: {layer: scale}}}}"
         ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON for {_OPTION}: {error}") from None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
-"""Shards that lie in the checkpoint's folder and that no index names.
+"""Shards that no index names, and shards that were cut short.
 
-vLLM skips them without a word, as it must: a folder may hold a model twice, in
+vLLM skips the former without a word, as it must: a folder may hold a model twice, in
 Hugging Face's names and in Mistral's. Scales that exist nowhere else are another
-matter.
+matter. For the latter safetensors' error names no file.
 """
 
 import json
@@ -45,3 +45,20 @@ def unlisted_scales(model: str) -> Iterator[tuple[Path, str, ScaleKey]]:
             found = match_scale_key(key)
             if found is not None and not found.tower:
                 yield path, key, found
+
+
+def cut_short(model: str) -> str | None:
+    """Names the first safetensors file that cannot be read, and why.
+
+    Args:
+        model: A folder, or a name on a hub, whose files are not looked at.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(Path(model).glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            return f"{path} cannot be read ({error})"
+    return None
