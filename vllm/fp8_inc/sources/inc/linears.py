@@ -20,37 +20,40 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 
+# One for the whole weight, one per output channel of this rank, or None where it
+# follows from the weight itself (``methods.weight_dequant_scales``).
+WeightScale = float | tuple[float, ...] | None
+
+
 @dataclass(frozen=True)
 class LinearScales:
     """The dequant scales of a Linear layer.
 
     Attributes:
         input_dequant_scale: x = q * s.
-        weight_dequant_scale: Of the weight, or one per output channel of this rank;
-            None where it follows from the weight (``methods.weight_dequant_scales``).
+        weight_dequant_scale: w = q * s.
     """
 
     input_dequant_scale: float
-    weight_dequant_scale: float | tuple[float, ...] | None
+    weight_dequant_scale: WeightScale
 
 
 @dataclass
 class ExpertScales:
     """The dequant scales of the experts of one layer, by index in the whole model.
 
-    0 stands for an expert that no token visited.
-
     Attributes:
         input_dequant_scale: Of the layer's input.
-        intermediate: Of each expert's activation, the input of w2.
+        intermediate: Of each expert's activation, the input of w2. 0: no token
+            visited the expert.
         w13: Of each expert's gate and up weight.
         w2: Of each expert's down weight.
     """
 
     input_dequant_scale: float
     intermediate: dict[int, float] = field(default_factory=dict)
-    w13: dict[int, LinearScales] = field(default_factory=dict)
-    w2: dict[int, LinearScales] = field(default_factory=dict)
+    w13: dict[int, WeightScale] = field(default_factory=dict)
+    w2: dict[int, WeightScale] = field(default_factory=dict)
 
 
 def linear_scales(
@@ -68,7 +71,7 @@ def linear_scales(
         if 0 in scales.inputs:
             unvisited.append(path)
         else:
-            found[path] = _linear(scales)
+            found[path] = LinearScales(scales.inputs[0], _weight_scale(scales))
     if unvisited:
         logger.warning_once(
             "fp8_inc: %s: %d linear layers were never visited and stay as they are "
@@ -90,10 +93,9 @@ def _is_linear(path: str) -> bool:
     )
 
 
-def _linear(scales: NodeScales) -> LinearScales:
+def _weight_scale(scales: NodeScales) -> WeightScale:
     weight = scales.weight
-    one = weight[0] if weight and len(weight) == 1 else weight
-    return LinearScales(scales.inputs[0], one)
+    return weight[0] if weight and len(weight) == 1 else weight
 
 
 def expert_scales(
@@ -172,9 +174,9 @@ def _sorted(nodes: Mapping[str, NodeScales], first: int) -> dict[str, ExpertScal
                 first + i: scale for i, scale in enumerate(scales.inputs[1:])
             }
         elif expert.weights == "w13_list":
-            layers[expert.moe].w13[first + expert.index] = _linear(scales)
+            layers[expert.moe].w13[first + expert.index] = _weight_scale(scales)
         else:
-            layers[expert.moe].w2[first + expert.index] = _linear(scales)
+            layers[expert.moe].w2[first + expert.index] = _weight_scale(scales)
     return dict(layers)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm.fp8_inc.sources.inc.files import NodeRecord
-from vllm.fp8_inc.sources.inc.methods import dequant_scale
+from vllm.fp8_inc.sources.inc.methods import HARDWARE, dequant_scale
 from vllm.fp8_inc.sources.inc.nodes import is_moe, type_of
 from vllm.fp8_inc.sources.inc.rules import ScaleRule
 from vllm.fp8_inc.sources.inc.schema import QuantConfig
@@ -57,9 +57,17 @@ def compute_scales(
 
 
 def cached_scales(cached: Mapping[str, NodeRecord]) -> dict[str, NodeScales]:
-    """The scales of a cached scale file."""
+    """The scales of a cached scale file.
+
+    Of an amax of 0 INC makes the smallest scale of the hardware. On Gaudi3 that is
+    2^-55, which nothing else can be; Gaudi2's 1/256 says nothing.
+    """
+    unvisited = 2.0 ** HARDWARE["gaudi3"].lowest
     return {
-        path: NodeScales(tuple(max(s) for s in record.inputs), record.weight)
+        path: NodeScales(
+            tuple(0.0 if max(s) <= unvisited else max(s) for s in record.inputs),
+            record.weight,
+        )
         for path, record in cached.items()
     }
 
