@@ -49,6 +49,8 @@ def _wrong(error: ValidationError) -> str:
     for found in error.errors(include_url=False):
         message = found["msg"].removeprefix("Value error, ")
         key = ".".join(map(str, found["loc"]))
+        if found["type"] == "model_type" and not key:
+            key = "the file"
         # Without a key the message is about several, and names them.
         lines.append(f"{key} is {found['input']!r}: {message}" if key else message)
     return "; ".join(lines)
