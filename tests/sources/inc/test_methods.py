@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.sources.inc import inc_oracle
 from vllm.fp8_inc.sources.inc.files import NodeRecord, read_nodes
 from vllm.fp8_inc.sources.inc.methods import (
-    dequant_scale,
+    dequant_scales,
     weight_dequant_scales,
 )
 from vllm.fp8_inc.sources.inc.node_scales import (
@@ -59,9 +59,8 @@ WORKED = {
 def test_the_worked_table(case):
     method, device = case
     rule = METHODS[method.upper()].activation
-    for amax, expected in zip([0.5, 3.7, 57, 900], WORKED[case], strict=True):
-        scale = dequant_scale((amax,), rule, device, torch.bfloat16)
-        assert scale == pytest.approx(expected, rel=2**-11)
+    scales = dequant_scales([0.5, 3.7, 57, 900], rule, device, torch.bfloat16)
+    assert scales == pytest.approx(WORKED[case], rel=2**-11)
 
 
 def bf16(value):
@@ -90,24 +89,21 @@ def by_formula(amax, method, device):
 )
 def test_a_second_formula_agrees(amax, method, device):
     rule = METHODS[method.upper()].activation
-    scale = dequant_scale((amax,), rule, device, torch.bfloat16)
+    (scale,) = dequant_scales([amax], rule, device, torch.bfloat16)
     assert scale == by_formula(amax, method, device)
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(AMAX, min_size=3, max_size=3), AMAX, AMAX)
-def test_an_amax_of_many_channels_counts_by_its_largest(channels, one, two):
-    rule = METHODS["MAXABS_ARBITRARY"].activation
-    many = dequant_scale(channels, rule, "gaudi3", torch.bfloat16)
-    largest = dequant_scale((max(channels),), rule, "gaudi3", torch.bfloat16)
-    assert many == largest
-    for method in ("MAXABS_HW", "MAXABS_POW2", "MAXABS_ARBITRARY"):
-        # Maxima over ranks may be taken of scales: they grow with the amax.
-        scales = [
-            dequant_scale((a,), METHODS[method].activation, "gaudi2", torch.bfloat16)
-            for a in sorted((one, two))
-        ]
-        assert scales == sorted(scales)
+@given(st.lists(AMAX, min_size=3, max_size=3), st.sampled_from(DEVICES))
+def test_of_many_channels_and_of_many_ranks_the_largest_counts(channels, device):
+    path = "model.layers.0.self_attn.attn.impl.k_cache"
+    for method in ("maxabs_hw", "maxabs_pow2", "maxabs_arbitrary"):
+
+        def scale(*amax):
+            record = {path: NodeRecord((amax,))}
+            return compute_scales(config(method), device, record)[path].inputs[0]  # noqa: B023
+
+        assert scale(*channels) == max(map(scale, channels))
 
 
 MODULES = {

@@ -31,24 +31,24 @@ HARDWARE = {
 }
 
 
-def dequant_scale(
+def dequant_scales(
     amax: Sequence[float], rule: ScaleRule, device: str, dtype: torch.dtype
-) -> float:
-    """Computes the dequant scale of a measured tensor.
+) -> list[float]:
+    """Computes the dequant scales of measured tensors.
 
     Args:
-        amax: Largest magnitudes; one, or one per channel. The largest counts.
-        rule: Of the module that the tensor belongs to.
+        amax: Largest magnitude of each tensor.
+        rule: Of the modules that the tensors belong to.
         device: ``gaudi2`` or ``gaudi3``: its full scale and its hardware scales.
         dtype: hp_dtype of the configuration; every step is rounded to it.
 
     Returns:
-        s with x = q * s and q = x / s.
+        Of each tensor s with x = q * s and q = x / s.
     """
     if rule.scale_value_type == "FIXED_VALUE":
-        return _fixed_scale(rule, device)
-    largest = torch.tensor(amax, dtype=dtype, device="cpu").max()
-    return round_scale(_raw(largest, rule, device), rule, device).item()
+        return [fixed_scale(rule, device)] * len(amax)
+    largest = torch.tensor(amax, dtype=dtype, device="cpu")
+    return round_scale(_raw(largest, rule, device), rule, device).tolist()
 
 
 def weight_dequant_scales(
@@ -69,7 +69,7 @@ def weight_dequant_scales(
         ValueError: For an OPT rule, which INC evaluates on the device only.
     """
     if rule.scale_value_type == "FIXED_VALUE":
-        return torch.tensor(_fixed_scale(rule, device), dtype=dtype)
+        return torch.tensor(fixed_scale(rule, device), dtype=dtype)
     if rule.scale_value_type == "OPT":
         raise ValueError(
             "a weight scale of the smallest error (OPT) is found on the device only; "
@@ -102,7 +102,8 @@ def round_scale(scale: torch.Tensor, rule: ScaleRule, device: str) -> torch.Tens
     return torch.exp2(exponent.clamp(hardware.lowest, hardware.highest))
 
 
-def _fixed_scale(rule: ScaleRule, device: str) -> float:
+def fixed_scale(rule: ScaleRule, device: str) -> float:
+    """The dequant scale of a rule that looks at no tensor."""
     if rule.rounding_method == "HW_ALIGNED_FIXED":
         return 2.0 ** HARDWARE[device].highest
     return 1.0

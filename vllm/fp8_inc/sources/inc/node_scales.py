@@ -2,11 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """The dequant scales of every module, cached by INC or computed as INC does."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm.fp8_inc.sources.inc.files import NodeRecord
-from vllm.fp8_inc.sources.inc.methods import HARDWARE, dequant_scale
+from vllm.fp8_inc.sources.inc.methods import HARDWARE, dequant_scales
 from vllm.fp8_inc.sources.inc.nodes import is_moe, type_of
 from vllm.fp8_inc.sources.inc.rules import ScaleRule
 from vllm.fp8_inc.sources.inc.schema import QuantConfig
@@ -30,30 +31,59 @@ class NodeScales:
 def compute_scales(
     config: QuantConfig, device: str, measured: Mapping[str, NodeRecord]
 ) -> dict[str, NodeScales]:
-    """Computes the scales of ``measured``, amax by node.
+    """Computes the scales of ``measured``.
 
     Args:
         config: With the rules.
         device: Whose full scale and hardware scales count.
         measured: Path -> measurement.
     """
-    scales = {}
-    for path, record in measured.items():
-        scheme = config.scheme_of(path, type_of(path))
+    asked = {path: _questions(config, path, node) for path, node in measured.items()}
+    # A large model has 10,000s of modules: one pass for each rule, not for each.
+    amax_by_rule: dict[_RuleKey, set[float]] = defaultdict(set)
+    rules: dict[_RuleKey, ScaleRule] = {}
+    for rule, amax in (question for each in asked.values() for question in each):
+        if rule is not None:
+            rules[_key(rule)] = rule
+            amax_by_rule[_key(rule)].add(amax)
+    answers: dict[tuple[_RuleKey, float], float] = {}
+    for key, found in amax_by_rule.items():
+        scales = dequant_scales(list(found), rules[key], device, config.dtype)
+        answers |= {(key, amax): scale for amax, scale in zip(found, scales)}
 
-        def scale(amax: tuple[float, ...], rule: ScaleRule) -> float:
-            if not any(amax):
-                return 0.0
-            return dequant_scale(amax, rule, device, config.dtype)
+    def scale(rule: ScaleRule | None, amax: float) -> float | None:
+        if rule is None:
+            return None
+        return answers[_key(rule), amax] if amax else 0.0
 
-        weight = None
-        if record.weight is not None and _is_per_tensor_maxabs(scheme.weight):
-            weight = (scale(record.weight, scheme.weight),)
-        inputs = tuple(
-            scale(amax, scheme.activation) for amax in input_amax(path, record)
+    result = {}
+    for path, questions in asked.items():
+        *inputs, weight = (scale(*question) for question in questions)
+        result[path] = NodeScales(
+            tuple(inputs),  # type: ignore[arg-type]
+            None if weight is None else (weight,),
         )
-        scales[path] = NodeScales(inputs, weight)
-    return scales
+    return result
+
+
+def _questions(
+    config: QuantConfig, path: str, record: NodeRecord
+) -> list[tuple[ScaleRule | None, float]]:
+    """Rule and amax of each input, and of the weight last; no rule: no scale."""
+    scheme = config.scheme_of(path, type_of(path))
+    questions: list[tuple[ScaleRule | None, float]] = [
+        (scheme.activation, max(amax)) for amax in input_amax(path, record)
+    ]
+    if record.weight is None or not _is_per_tensor_maxabs(scheme.weight):
+        return [*questions, (None, 0.0)]
+    return [*questions, (scheme.weight, max(record.weight))]
+
+
+_RuleKey = tuple[tuple[str, str, str], float]
+
+
+def _key(rule: ScaleRule) -> _RuleKey:
+    return rule.kind, rule.backoff
 
 
 def cached_scales(cached: Mapping[str, NodeRecord]) -> dict[str, NodeScales]:

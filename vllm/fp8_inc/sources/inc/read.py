@@ -22,7 +22,7 @@ from vllm.fp8_inc.sources.inc.linears import (
     linear_scales,
 )
 from vllm.fp8_inc.sources.inc.made_for import check_made_for
-from vllm.fp8_inc.sources.inc.methods import dequant_scale
+from vllm.fp8_inc.sources.inc.methods import fixed_scale
 from vllm.fp8_inc.sources.inc.node_scales import (
     NodeScales,
     cached_scales,
@@ -139,7 +139,7 @@ def read_inc_scales(
     files = tuple(file for _, files in read.values() for file in files)
     where = files[0]
     nodes = unify(per_rank)
-    _check_latents(config, made_for, kinds, ranks, nodes)
+    _check_latents(config, made_for, kinds, ranks, per_rank)
     _warn_unused_nodes(path, config, nodes)
     attention, excluded = attention_scales(config, nodes, where)
     return IncScales(
@@ -176,8 +176,7 @@ def _device_for_scales(path: str, config: QuantConfig, device: str) -> str:
 def _without_files(path: str, config: QuantConfig, device: str) -> IncScales:
     fixed = None
     if not config.dynamic_quantization:
-        rule = config.scale_method.default.activation
-        fixed = dequant_scale((), rule, device, config.dtype)
+        fixed = fixed_scale(config.scale_method.default.activation, device)
     elif any(config.quantises(name, "VLLMKVCache") for name in _SOME_CACHES):
         raise ValueError(
             f'{path}: "dynamic_quantization" would scale the KV cache as values come, '
@@ -224,29 +223,30 @@ def _check_latents(
     device: str,
     kinds: list[FoundFiles],
     ranks: Ranks,
-    nodes: Mapping[str, NodeScales],
+    per_rank: Mapping[int, Mapping[str, NodeScales]],
 ) -> None:
-    """Points out an MLA latent, one for all heads, that is not so on all ranks.
-
-    Args:
-        nodes: Path -> scales of this rank, or of all that are read.
-    """
-    if not any(map(_is_latent, nodes)):
-        return
+    """Points out an MLA latent, one for all heads, that is not so on all ranks."""
+    first = per_rank[ranks.read[0]]
+    latents = {path: scales for path, scales in first.items() if _is_latent(path)}
     there = {rank for found in kinds for rank in found.ranks.get(ranks.made_on, ())}
-    for rank in sorted(there):
-        others, _ = _read_rank(config, device, kinds, ranks.made_on, rank, _is_latent)
-        for path, scales in others.items():
+    for rank in sorted(there - {ranks.read[0]}) if latents else ():
+        nodes = per_rank.get(rank)
+        if nodes is None:
+            nodes, _ = _read_rank(
+                config, device, kinds, ranks.made_on, rank, _is_latent
+            )
+        for path, scales in latents.items():
             if path in nodes and nodes[path].inputs != scales.inputs:
                 logger.warning_once(
-                    "fp8_inc: %s: %s has dequant scale %g on rank %d and %g on "
-                    "another, but the latent is the same on every rank: calibrations "
-                    "were mixed, or a rank saw other prompts",
+                    "fp8_inc: %s: %s has dequant scale %g on rank %d and %g on rank "
+                    "%d, but the latent is the same on every rank: calibrations were "
+                    "mixed, or a rank saw other prompts",
                     kinds[0].base,
                     path,
                     scales.inputs[0],
-                    rank,
+                    ranks.read[0],
                     nodes[path].inputs[0],
+                    rank,
                 )
                 return
 

@@ -4,6 +4,7 @@
 
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -90,7 +91,7 @@ class SchemeTable(BaseModel):
     @property
     def method(self) -> str:
         """The name of ``default``'s method, which file names carry."""
-        name = method_of(self.default.over(Entry()))
+        name = method_of(self._default_scheme)
         assert name is not None  # _check_kinds
         return name
 
@@ -121,7 +122,11 @@ class SchemeTable(BaseModel):
             found = self.layers.get(layer[1])
         if found is None and module_type:
             found = self.layer_types.get(module_type)
-        return (found or self.default).over(self.default if found else Entry())
+        return found.over(self.default) if found else self._default_scheme
+
+    @cached_property
+    def _default_scheme(self) -> Scheme:
+        return self.default.over(Entry())
 
     def unknown_keys(self, name: str) -> list[str]:
         """Names the keys that INC does not read, dotted, below ``name``."""
