@@ -137,7 +137,7 @@ class ExpertPath:
 
 def match_expert(path: str) -> ExpertPath | None:
     """Returns what ``path`` says where it is the weight of an expert."""
-    if found := _EXPERT.fullmatch(path):
+    if "_list." in path and (found := _EXPERT.fullmatch(path)):
         return ExpertPath(found["moe"], found["list"], int(found["index"]))
     return None
 
