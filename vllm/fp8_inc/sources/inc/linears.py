@@ -74,8 +74,7 @@ def linear_scales(
             found[path] = LinearScales(scales.inputs[0], _weight_scale(scales))
     if unvisited:
         logger.warning_once(
-            "fp8_inc: %s: %d linear layers were never visited and stay as they are "
-            "(%s)",
+            "fp8_inc: %s: %d linear layers were never visited and have no scales (%s)",
             where,
             len(unvisited),
             unvisited[0],
