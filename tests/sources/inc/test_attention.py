@@ -231,19 +231,42 @@ def test_a_layer_that_was_not_calibrated_is_asked_by_name(tmp_path, is_mla):
             found.quantises_cache("model.layers.0.self_attn.attn", False)
 
 
-def test_a_layer_without_measurements_of_its_cache(tmp_path):
-    nodes = {p: n for p, n in mha(3, 3.0, 0.5).items() if "cache" not in p}
+@pytest.mark.parametrize("gone", ["_cache", "v_cache"])
+def test_a_layer_without_measurements_of_its_cache(tmp_path, gone):
+    nodes = {p: n for p, n in mha(3, 3.0, 0.5).items() if gone not in p}
     write_file(tmp_path, nodes | mha(4, 1.0, 1.0))
-    with pytest.raises(ValueError) as error:
-        read(tmp_path)
-    for part in ("layers.3", "was not measured", "ignore_modules_wo_measures"):
-        assert part in str(error.value)
+    found = read(tmp_path)
+    for layer in (3, 5):
+        name = f"model.layers.{layer}.self_attn.attn"
+        with pytest.raises(ValueError) as error:
+            found.scales_of(name, False)
+        for part in (name, "was not measured", "ignore_modules_wo_measures"):
+            assert part in str(error.value)
+    assert found.scales_of("model.layers.4.self_attn.attn", False)["k"].dequant_scale
     found = read(tmp_path, ignore_modules_wo_measures="true")
-    assert (list(found.attention), found.excluded) == (["layers.4"], {"layers.3"})
-    assert read(tmp_path, blocklist={"types": ["VLLMKVCache"]}).excluded == {
-        "layers.3",
-        "layers.4",
-    }
+    assert found.scales_of("model.layers.5.self_attn.attn", False) is None
+    if gone == "_cache":
+        assert found.scales_of("model.layers.3.self_attn.attn", False) is None
+
+
+def test_what_a_layer_of_the_model_gets(tmp_path):
+    """Another prefix than in the files, and the file's exclusions, hold too."""
+    write_file(tmp_path, mha(3, 3.0, 0.5) | mha(4, 30.0, 1.0))
+    found = read(tmp_path, blocklist={"names": ["^model\\.layers\\.4"]})
+    name = "language_model.model.layers.{}.self_attn.attn"
+    assert found.scales_of(name.format(3), False) == found.attention["layers.3"]
+    assert found.scales_of(name.format(4), False) is None
+    found = read(tmp_path, blocklist={"names": ["^language_model"]})
+    assert found.scales_of(name.format(3), False) is None
+
+
+@pytest.mark.parametrize("is_mla, decode", [(False, "q_decode"), (True, "q_latent")])
+def test_fixed_scales_are_for_every_role(tmp_path, is_mla, decode):
+    found = read(tmp_path, scale_method="hw_aligned_single_scale")
+    name = "mla_attn.mla_attn" if is_mla else "attn"
+    scales = found.scales_of(f"model.layers.0.self_attn.{name}", is_mla)
+    assert scales.keys() == {"k", "v", "q", decode, "prob"}
+    assert {scale.dequant_scale for scale in scales.values()} == {128.0}
 
 
 @pytest.mark.parametrize("method", ["maxabs_hw", "maxabs_pow2"])

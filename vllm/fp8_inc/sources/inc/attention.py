@@ -44,14 +44,16 @@ def attention_scales(
         whose cache is not.
 
     Raises:
-        ValueError: For a scale that cannot act, a layer of which only K or V is
-            quantised, or one without measurements of its cache.
+        ValueError: For a scale that cannot act, or a layer of which only K or V is
+            quantised.
     """
     attention: dict[str, dict[IncRole, FoundScale]] = {}
     excluded = set()
     for layer, members in _by_layer(nodes, where).items():
         quantised = [m for m in members if config.quantises(m.path, m.node.type)]
-        if _caches_quantised(config, layer, members, quantised, where):
+        if not any(m.node.is_cache for m in members):
+            continue  # not calibrated, or it reads the cache of another layer
+        if _caches_quantised(layer, members, quantised, where):
             attention[layer] = _roles(quantised, where)
         else:
             excluded.add(layer)
@@ -81,17 +83,11 @@ def _by_layer(nodes: Mapping[str, NodeScales], where: str) -> dict[str, list[_Me
 
 
 def _caches_quantised(
-    config: QuantConfig,
-    layer: str,
-    members: list[_Member],
-    quantised: list[_Member],
-    where: str,
+    layer: str, members: list[_Member], quantised: list[_Member], where: str
 ) -> bool:
     """Whether the cache of ``layer`` is FP8; K and V go together."""
     caches = {m.path for m in members if m.node.is_cache}
     kept = {m.path for m in quantised if m.node.is_cache}
-    if not caches:
-        return _refuse_unmeasured(config, layer, members, where)
     if kept and kept != caches:
         raise ValueError(
             f"{where}: allowlist and blocklist leave {sorted(kept)} of {layer} to be "
@@ -99,23 +95,6 @@ def _caches_quantised(
             "list both or neither"
         )
     return bool(kept)
-
-
-def _refuse_unmeasured(
-    config: QuantConfig, layer: str, members: list[_Member], where: str
-) -> bool:
-    parent = members[0].path.rpartition(".")[0]
-    blocked = not any(
-        config.quantises(f"{parent}.{name}", "VLLMKVCache")
-        for name in ("k_cache", "latent_cache_k")
-    )
-    if blocked or config.ignore_modules_wo_measures:
-        return False
-    raise ValueError(
-        f"{where}: {layer} has {members[0].path}, but no k_cache or latent_cache_k: "
-        "its cache was not measured. Calibrate with the lists with which you serve, or "
-        'set "ignore_modules_wo_measures": true to keep it in bf16'
-    )
 
 
 def _roles(members: list[_Member], where: str) -> dict[IncRole, FoundScale]:

@@ -5,6 +5,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from vllm.fp8_inc.sources.checkpoint import layer_of
 from vllm.fp8_inc.sources.inc.attention import attention_scales
 from vllm.fp8_inc.sources.inc.config_file import read_config
 from vllm.fp8_inc.sources.inc.files import (
@@ -37,6 +38,8 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 _SCALES, _MEASUREMENTS = "Scale", "DynamicRange"  # "Mode" of the files
+_MHA_ROLES: tuple[IncRole, ...] = ("k", "v", "q", "q_decode", "prob")
+_MLA_ROLES: tuple[IncRole, ...] = ("k", "v", "q", "q_latent", "prob")
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,7 @@ class IncScales:
         device: ``gaudi2`` or ``gaudi3``, whose full scale the scales fill.
         attention: ``layers.N`` -> role -> scale, for each layer with an FP8 cache
             that the files know. FoundScale.key is the path of the module.
-        excluded: ``layers.N`` that the files know and that keep a bf16 cache; ask
-            ``quantises_cache`` about a layer that they do not know.
+        excluded: ``layers.N`` that the files know and that keep a bf16 cache.
         fixed: The dequant scale of every role of every layer, where scale_method
             needs no files, else None.
         linears: Path -> scales of a Linear layer.
@@ -72,6 +74,36 @@ class IncScales:
     experts: Mapping[str, ExpertScales]
     files: tuple[str, ...]
     ranks: str
+
+    def scales_of(
+        self, layer_name: str, is_mla: bool
+    ) -> Mapping[IncRole, FoundScale] | None:
+        """The scales of an attention layer, or None where it keeps a bf16 cache.
+
+        Args:
+            layer_name: Of the model, as ``model.layers.3.self_attn.attn``; where a
+                layer reads the cache of another, of that one.
+            is_mla: Whether it caches a latent.
+
+        Raises:
+            ValueError: If its cache is to be quantised and was not measured.
+        """
+        layer = layer_of(layer_name)
+        if layer in self.excluded or not self.quantises_cache(layer_name, is_mla):
+            return None
+        if self.fixed is not None:
+            scale = FoundScale("scale_method", self.fixed)
+            return dict.fromkeys(_MLA_ROLES if is_mla else _MHA_ROLES, scale)
+        found = self.attention.get(layer or "", {})
+        if {"k", "v"} <= found.keys():
+            return found
+        if self.config.ignore_modules_wo_measures and not found:
+            return None
+        raise ValueError(
+            f"{', '.join(self.files)}: the cache of {layer_name} was not measured. "
+            "Calibrate with the lists with which you serve, add it to blocklist.names, "
+            'or set "ignore_modules_wo_measures": true to keep it in bf16'
+        )
 
     def quantises_cache(self, layer_name: str, is_mla: bool) -> bool:
         """Whether an attention layer's cache is FP8 by allowlist and blocklist.
