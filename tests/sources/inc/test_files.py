@@ -151,8 +151,8 @@ def test_nothing_there(tmp_path):
     with pytest.raises(ValueError) as error:
         read(tmp_path)
     for part in (
-        "quant.json: there is neither",
-        "inc_output_hooks_maxabs_MAXABS_HW[_RANK_WORLDSIZE].json nor",
+        "quant.json: there is no ",
+        "inc_output_hooks_maxabs_MAXABS_HW[_RANK_WORLDSIZE].json and no ",
         "inc_output_hooks_maxabs[_RANK_WORLDSIZE].json",
         "dump_stats_path",
     ):

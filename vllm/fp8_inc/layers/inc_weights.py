@@ -15,7 +15,7 @@ from vllm.fp8_inc.formats import Fp8Format
 from vllm.fp8_inc.scales import StaticScale
 from vllm.fp8_inc.sources.inc.linears import WeightScale
 from vllm.fp8_inc.sources.inc.methods import fixed_scale, weight_dequant_scales
-from vllm.fp8_inc.sources.inc.read import IncScales
+from vllm.fp8_inc.sources.inc.scales import IncScales
 
 # The Linear classes of vLLM that INC quantises; others stay as they are, as with it.
 LINEAR_TYPES = frozenset(
