@@ -260,7 +260,7 @@ def test_ranks_with_other_modules(tmp_path):
 
 
 def test_unified_samples_are_the_largest_of_their_ranks():
-    """tiny_mha_g3_tp2_unified is vllm-gaudi's own unification of the two files."""
+    """tiny_mha_g3_tp2_unified joins the two files as vllm-gaudi does."""
     ranks = SAMPLES / "tiny_mha_g3_tp2_inc310"
     unified = SAMPLES / "tiny_mha_g3_tp2_unified"
 
