@@ -7,10 +7,8 @@
 for K and V.
 """
 
-import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
@@ -25,6 +23,7 @@ from vllm.fp8_inc.formats import Fp8Format
 from vllm.fp8_inc.scales import check_dequant_scale
 from vllm.fp8_inc.sources.external import ExternalScales
 from vllm.fp8_inc.sources.store import FoundScale
+from vllm.fp8_inc.sources.strict_json import parse_strict_json
 from vllm.fp8_inc.validation import wrong_entries
 
 _OPTION = '"legacy_scales" of --additional-config'
@@ -106,14 +105,13 @@ def _read(path: str, model_type: str | None) -> _Document:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{_OPTION}: {path} cannot be read: {error}") from None
     try:
-        content = json.loads(text, object_pairs_hook=_without_duplicates)
-        document = _Document.model_validate(content)
+        document = _Document.model_validate(parse_strict_json(text))
     except ValidationError as error:
         raise ValueError(
             f"{path}: {wrong_entries(error, 'the file')}. Expected is "
             "{model_type, kv_cache: {dtype, scaling_factor: {rank: {layer: scale}}}}"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is no JSON for {_OPTION}: {error}") from None
     if model_type and document.model_type not in (None, model_type):
         raise ValueError(
@@ -121,17 +119,6 @@ def _read(path: str, model_type: str | None) -> _Document:
             f"{model_type!r}. Name the file of this model in {_OPTION}"
         )
     return document
-
-
-def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(
-                f"key {key!r} is there twice ({result[key]!r} and {value!r})"
-            )
-        result[key] = value
-    return result
 
 
 def _numbers(layers: dict[str, float]) -> dict[int, float]:
