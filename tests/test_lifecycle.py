@@ -59,8 +59,10 @@ def test_lost_weights_and_scales_come_back_with_a_reload(tmp_path, kind):
     with engine(fp8_static(tmp_path, kind)) as llm:
         before, scales = ask(llm, [prompt(30)])[0], loaded(llm)
         for tensor in model_of(llm).state_dict().values():
-            # NaN in FP8, nonsense elsewhere.
-            tensor.view(-1).view(torch.uint8).fill_(0x7F)
+            if tensor.dtype == torch.float8_e4m3fn:
+                tensor.view(torch.uint8).fill_(0x7F)  # NaN
+            elif tensor.is_floating_point():
+                tensor.fill_(torch.nan)
         for layer in attention_layers(llm):
             layer.impl.scales = None
         llm.collective_rpc("reload_weights")
@@ -167,14 +169,9 @@ def test_layers_that_share_a_cache_have_the_scales_of_its_owner(tmp_path, caplog
     with engine(str(tmp_path)) as llm:
         assert loaded(llm) == [first, second, first, second]
         shared = attention_layers(llm)[2].impl.scales.source
-        answer = ask(llm, [prompt(30)])[0]
     assert shared == "those of model.layers.0.self_attn.attn"
     assert "KV scales of 4 of 4 layers" in caplog_vllm.text
     assert "(2 layers share the cache of another)" in caplog_vllm.text
-    with engine(str(tmp_path), kv_cache_dtype="auto") as llm:
-        plain = ask(llm, [prompt(30)])[0]
-    difference = (answer.prefill - plain.prefill).abs()
-    assert 0 < difference.median() < 0.05
 
 
 def test_layers_without_a_kv_cache_need_no_scales(tmp_path, caplog_vllm):

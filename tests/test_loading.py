@@ -3,7 +3,6 @@
 """Scales reach every layer of a real engine, or the start says why not."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch

@@ -12,17 +12,8 @@ logger = init_logger(__name__)
 _HPU_ONLY = ("PT_HPU_", "VLLM_CONTIGUOUS_PA", "HABANA_")
 
 
-def check_on_cpu(environ: Mapping[str, str] = os.environ) -> None:
-    """Names the variables that have no effect here, in one line.
-
-    Raises:
-        ValueError: For QUANT_CONFIG, whose scales would be dropped in silence.
-    """
-    if config := environ.get("QUANT_CONFIG"):
-        raise ValueError(
-            f"QUANT_CONFIG={config}: INC's quant-config JSON is not read on CPU yet. "
-            "Unset it; scales then come from the checkpoint"
-        )
+def report_on_cpu(environ: Mapping[str, str] = os.environ) -> None:
+    """Names the variables that have no effect here, in one line."""
     without_effect = sorted(name for name in environ if name.startswith(_HPU_ONLY))
     if without_effect:
         logger.info("fp8_inc: for HPU only, no effect on CPU: %s", without_effect)

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from vllm.fp8_inc.environment import check_on_cpu
+from vllm.fp8_inc.environment import report_on_cpu
 from vllm.fp8_inc.scale_loader import ScaleLoader
 from vllm.fp8_inc.settings import Settings
 from vllm.fp8_inc.sources.checkpoint import match_scale_key
@@ -55,7 +55,8 @@ def attach(
         return
     quant_config = vllm_config.quant_config
     ours = isinstance(quant_config, ServedOnCpu)
-    if quant_config and not ours and quant_config.get_name() in QUANT_METHODS:
+    upstreams = not type(quant_config).__module__.startswith("vllm.fp8_inc.")
+    if quant_config and upstreams and quant_config.get_name() in QUANT_METHODS:
         raise ValueError(
             "the entry point fp8_inc of vllm.general_plugins was not loaded; add "
             "fp8_inc to VLLM_PLUGINS, or unset it"
@@ -70,7 +71,7 @@ def attach(
             "fp8_inc: legacy_scales is not used: no layer has --kv-cache-dtype fp8_inc"
         )
     if layers:
-        check_on_cpu()
+        report_on_cpu()
         loader = ScaleLoader(layers, vllm_config, model_config)
         # Models that are never loaded (--load-format dummy) still can run.
         loader.set_unit_scales()

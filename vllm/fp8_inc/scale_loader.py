@@ -15,6 +15,7 @@ from vllm.distributed import (
 )
 from vllm.fp8_inc.adjustment import Adjustment, resolve_adjustment
 from vllm.fp8_inc.layer_scales import LayerScales, is_mla
+from vllm.fp8_inc.quant_config import kv_scales
 from vllm.fp8_inc.scales import AttentionScales, StaticScale
 from vllm.fp8_inc.settings import Settings
 from vllm.fp8_inc.sources.checkpoint import (
@@ -64,7 +65,7 @@ class ScaleLoader:
         self.declared = declared_scheme(self.quantization)
         self.rank = get_tensor_model_parallel_rank()
         self.ranks = get_tensor_model_parallel_world_size()
-        self.external = _external_scales(
+        self.external = kv_scales(layers, vllm_config, model_config) or _legacy_scales(
             self.settings, model_config, self.rank, self.ranks
         )
         # A file beside the checkpoint was made by its own rules.
@@ -311,7 +312,7 @@ def _quantization_config(model_config: "ModelConfig") -> Any:
     return found or getattr(config, "compression_config", None)
 
 
-def _external_scales(
+def _legacy_scales(
     settings: Settings, model_config: "ModelConfig", rank: int, ranks: int
 ) -> ExternalScales | None:
     if settings.legacy_scales is None:

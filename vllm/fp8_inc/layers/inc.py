@@ -7,6 +7,7 @@ intel/auto-round), and vLLM has no loader for it. Integers and MX formats stay
 upstream's. AutoRound's llm_compressor format is compressed-tensors.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -23,6 +24,17 @@ class Fp8IncINCConfig(ServedOnCpu, INCConfig):
 
     SUPPORTED_DTYPES = INCConfig.SUPPORTED_DTYPES | {"fp"}
     SUPPORTED_FORMATS = INCConfig.SUPPORTED_FORMATS | {"auto_round:fp8_static"}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if args or kwargs:
+            super().__init__(*args, **kwargs)
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        # quant_config.configure_on_cpu puts the configuration of the JSON in place.
+        if os.environ.get("QUANT_CONFIG"):
+            return []
+        return INCConfig.get_config_filenames()
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Fp8IncINCConfig":

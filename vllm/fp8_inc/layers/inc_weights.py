@@ -22,7 +22,7 @@ LINEAR_TYPES = frozenset(
     "Linear ParallelLMHead RowParallelLinear ColumnParallelLinear "
     "MergedColumnParallelLinear QKVParallelLinear ReplicatedLinear".split()
 )
-_MOE_TYPE, _EXPERT_TYPE = "VllmMixtureOfExpertsOp", "MoeMatmul"
+EXPERTS_TYPE, _EXPERT_TYPE = "VllmMixtureOfExpertsOp", "MoeMatmul"
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,12 @@ def quantise_experts(
     Raises:
         ValueError: As ``quantise_linear``, or for an expert without scales.
     """
-    if not inc.quantises(path, _MOE_TYPE):
+    if not inc.quantises(path, EXPERTS_TYPE):
         return None
     _refuse_dynamic(inc)
     if inc.fixed is not None:
         fixed = fixed_scale(
-            inc.config.scheme_of(path, _MOE_TYPE).activation, inc.device
+            inc.config.scheme_of(path, EXPERTS_TYPE).activation, inc.device
         )
         hidden, inner = fixed, [fixed] * len(experts)
         parts: tuple[Mapping[int, WeightScale], ...] = ({}, {})

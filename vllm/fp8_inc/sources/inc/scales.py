@@ -78,6 +78,18 @@ class IncScales:
             'or set "ignore_modules_wo_measures": true to keep it in bf16'
         )
 
+    def path_of(self, path: str, known: Mapping[str, object]) -> str:
+        """The name that the files have for a module of the model, if they have it.
+
+        Args:
+            path: Of the module, as ``model.layers.3.mlp.down_proj``.
+            known: The names of the files.
+        """
+        if path in known:
+            return path
+        wanted = _within_layers(path)
+        return next((name for name in known if _within_layers(name) == wanted), path)
+
     def quantises_cache(self, layer_name: str, is_mla: bool) -> bool:
         """Whether an attention layer's cache is FP8 by allowlist and blocklist.
 
@@ -101,3 +113,9 @@ class IncScales:
     def quantises(self, path: str, module_type: str | None) -> bool:
         """Whether allowlist and blocklist leave a module to be quantised."""
         return self.config.quantises(path, module_type)
+
+
+def _within_layers(path: str) -> str:
+    """What the layouts of vLLM and of the calibration have in common."""
+    inner = path.partition("layers.")[2] or path
+    return inner.replace(".routed_experts.", ".")
