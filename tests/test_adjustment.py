@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from tests import device_numbers
-from vllm.fp8_inc.adjustment import ENV, FLAVOR_KEY, Adjustment, resolve_adjustment
+from vllm.fp8_inc.adjustment import (
+    ENV,
+    FLAVOR_KEY,
+    Adjustment,
+    logger,
+    resolve_adjustment,
+)
 from vllm.fp8_inc.formats import GAUDI2, GAUDI3
 
 FN, FNUZ = "float8_e4m3fn", "float8_e4m3fnuz"
@@ -106,3 +112,38 @@ def test_amax_meets_the_largest_code_of_the_device(flavor, maximum, served_on):
     assert read[0] == largest, "amax uses the whole range"
     assert read[1] == pytest.approx(0.9 * largest, rel=2**-4), "nothing else saturates"
     assert dequant_scale * served_on.max == pytest.approx(amax)
+
+
+@pytest.mark.parametrize(
+    "flavor, served_on, forced, said",
+    [
+        (FN, GAUDI2, "false", "values above 53.6% of the calibrated amax saturate"),
+        (None, GAUDI2, "false", "no fp8_dtype_flavor means 448"),
+        (FNUZ, GAUDI3, "false", "the calibrated amax takes 53.6% of the range"),
+        (FNUZ, GAUDI2, "true", "the calibrated amax takes 53.6% of the range"),
+        (FN, GAUDI3, "true", "values above 53.6% of the calibrated amax saturate"),
+        (FNUZ, GAUDI2, "false", None),
+        (FN, GAUDI2, "true", None),
+        (FNUZ, GAUDI3, "true", None),
+        ("unheard-of", GAUDI3, "true", None),
+    ],
+)
+def test_a_variable_against_the_flavour_is_a_warning_with_numbers(
+    monkeypatch, flavor, served_on, forced, said
+):
+    lines = []
+    monkeypatch.setattr(logger, "warning_once", lines.append)
+    resolve(flavor, served_on, forced)
+    assert len(lines) == bool(said)
+    assert not said or said in lines[0]
+
+
+@pytest.mark.parametrize("flavor, heads", [(FNUZ, 448.0), (FN, 448.0), (None, 448.0)])
+def test_scales_per_head_of_autoround_divide_by_448(flavor, heads):
+    config = {"provider": "auto-round"} | ({FLAVOR_KEY: flavor} if flavor else {})
+    adjustment = resolve_adjustment(config, GAUDI2, {})
+    maximum = 240.0 if flavor == FNUZ else 448.0
+    assert adjustment.amax(0.5, per_head=True) == 0.5 * heads
+    assert adjustment.amax(0.5, per_head=False) == 0.5 * maximum
+    forced = resolve_adjustment(config, GAUDI2, {ENV: "false"})
+    assert forced.amax(0.5, per_head=True) == 0.5 * 240.0

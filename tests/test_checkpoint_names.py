@@ -231,6 +231,15 @@ def test_a_key_is_renamed_to_another_layer(key):
     )
 
 
+def test_a_draft_model_that_counts_from_0_is_apart_from_the_model():
+    draft = match_scale_key("mtp.layers.0.self_attn.k_scale")
+    assert draft == ScaleKey("mtp.layers.0", "k_scale")
+    assert match_scale_key("model.layers.0.self_attn.k_scale").layer == "layers.0"
+    assert layer_of("mtp.layers.0.self_attn.attn") == "mtp.layers.0"
+    assert layer_of("draft_model.model.layers.0.self_attn.attn") == "layers.0"
+    assert layer_index("mtp.layers.12") == 12
+
+
 def test_only_a_scale_is_renamed_to_another_layer():
     with pytest.raises(ValueError, match="lm_head.weight is no attention scale"):
         key_in_layer("lm_head.weight", "layers.12")

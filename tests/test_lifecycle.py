@@ -116,6 +116,35 @@ def test_a_layer_can_keep_an_unquantised_cache(tmp_path, kind):
     assert 0 < near < far
 
 
+def test_scales_of_a_draft_model_in_the_checkpoint_are_not_the_models(tmp_path):
+    scales = kv_scales(llama_config())
+    more = {
+        f"mtp.layers.{n}.self_attn.{role}_scale": torch.tensor([0.7 + n])
+        for n in range(2)
+        for role in "kv"
+    }
+    with engine(checkpoint(tmp_path, "gqa", scales | more)) as llm:
+        found = loaded(llm)
+    assert [layer["k"] for layer in found] == [
+        acting(0.011 + 0.005 * n) for n in range(3)
+    ]
+
+
+def test_a_state_without_scales_stops_the_start(tmp_path):
+    first = checkpoint(tmp_path / "first", "gqa")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    shutil.copy(tmp_path / "first" / "config.json", saved)
+    with engine(first, kv_cache_dtype_skip_layers=["1"]) as llm:
+        llm.collective_rpc("save_sharded_state", kwargs={"path": str(saved)})
+    with (
+        pytest.raises(ValueError) as caught,
+        engine(str(saved), load_format="sharded_state"),
+    ):
+        pass
+    assert "layers.1.self_attn.attn.fp8_inc_amax" in str(caught.value)
+
+
 def test_a_draft_model_has_scales_of_its_own(tmp_path):
     target = checkpoint(tmp_path / "target", "gqa")
     scales = {key: 3.3 * scale for key, scale in kv_scales(llama_config()).items()}

@@ -14,7 +14,7 @@ from tests.checkpoints import (
     write,
 )
 from tests.device_numbers import cast
-from tests.engines import ask, attention_layers, engine, prompt
+from tests.engines import ask, attention_layers, engine, model_of, prompt
 from tests.sources.inc import helpers
 from tests.sources.inc.helpers import measured
 
@@ -254,6 +254,26 @@ def test_experts_are_those_of_a_checkpoint_with_the_same_scales(
     monkeypatch.setenv("VLLM_SCALE_ADJUSTMENT", "false")
     other, _, _ = served(write(tmp_path / "fp8", config, fp8), device)
     assert torch.equal(answer.logprobs, other.logprobs)
+
+
+def test_the_absorbed_weight_is_not_quantised(tmp_path, monkeypatch, quant_config):
+    """INC patches kv_b_proj after the worker has absorbed it."""
+    config = deepseek_config()
+    path = write(tmp_path / "a", config, weights(config))
+    nodes = linear_nodes([f"model.layers.{n}.self_attn.kv_b_proj" for n in range(3)])
+    allowed = {"types": [], "names": ["kv_b_proj", "latent_cache_k"]}
+    quant_config(attention_nodes("mla") | nodes, allowlist=allowed)
+    absorbed = []
+    for quantised in (True, False):
+        if not quantised:
+            monkeypatch.delenv("QUANT_CONFIG")
+        with engine(path) as llm:
+            layer = model_of(llm).model.layers[1].self_attn.mla_attn.mla_attn
+            fp8 = layer.kv_b_proj.weight.dtype == torch.float8_e4m3fn
+            assert fp8 == quantised
+            absorbed.append((layer.W_UK_T.clone(), layer.W_UV.clone()))
+    for one, other in zip(*absorbed, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_quantised_checkpoints_keep_their_weights(tmp_path, quant_config, caplog_vllm):

@@ -3,8 +3,9 @@
 """Implausible scales are described with their numbers, others not."""
 
 import pytest
+import torch
 
-from vllm.fp8_inc.sources.hints import implausible
+from vllm.fp8_inc.sources.hints import implausible, rounded_to_bfloat16
 from vllm.fp8_inc.sources.store import FoundScale
 
 
@@ -41,3 +42,23 @@ def test_what_no_calibration_gives_is_described(pairs, expected):
 )
 def test_other_scales_pass_without_a_word(pairs):
     assert implausible(found(*pairs)) is None
+
+
+def bf16(value):
+    return torch.tensor(value).bfloat16().item()
+
+
+@pytest.mark.parametrize(
+    "pairs, said",
+    [
+        ([(bf16(0.011), bf16(0.037)), (bf16(0.3), 0.25)], True),
+        ([(bf16(0.011), 0.037), (bf16(0.3), 0.25)], False),
+        ([(0.25, 0.5), (2.0, 1.0)], False),  # INC's powers of two
+        ([], False),
+    ],
+)
+def test_scales_that_bfloat16_rounded_are_pointed_out(pairs, said):
+    line = rounded_to_bfloat16(found(*pairs))
+    assert bool(line) == said
+    if said:
+        assert "all 4 dequant scales are bfloat16 numbers" in line
