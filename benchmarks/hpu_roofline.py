@@ -80,22 +80,24 @@ _LATENT, _ROPE = 512, 64
 
 
 def paths(sizes: dict[str, float]) -> dict[str, Path]:
-    """The four ways that are compared.
+    """The ways that are compared.
 
     Args:
         sizes: Counted bytes, by the names of benchmarks/hpu_bytes.py.
     """
     width = _LATENT + _ROPE
+    bf16, fork = "worker, bf16 cache", "this fork"
     return {
-        "bf16": Path(2 * width, sizes["worker, bf16 cache, gathered"], 0, False),
+        "bf16, gathered": Path(2 * width, sizes[f"{bf16}, gathered"], 0, False),
+        "bf16, contiguous": Path(2 * width, sizes[f"{bf16}, contiguous"], 0, False),
         # Dequantised; K and V quantised again.
-        "worker": Path(
+        "worker fp8_inc, gathered": Path(
             width, sizes["worker, fp8_inc, gathered"], 2 * width + _LATENT, True
         ),
-        "gathered": Path(width, sizes["this fork, gathered"], 0, True),
-        "contiguous": Path(width, sizes["this fork, contiguous"], 0, True),
-        "fp8, bf16 matmul": Path(
-            width, sizes['this fork, hpu_matmul "bf16", gathered'], width, False
+        "fork, gathered": Path(width, sizes[f"{fork}, gathered"], 0, True),
+        "fork, contiguous": Path(width, sizes[f"{fork}, contiguous"], 0, True),
+        "fork, bf16 matmul, gathered": Path(
+            width, sizes[f'{fork}, hpu_matmul "bf16", gathered'], width, False
         ),
     }
 

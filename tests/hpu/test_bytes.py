@@ -94,6 +94,7 @@ def test_bounds_of_the_roofline():
     sizes = dict.fromkeys(
         (
             "worker, bf16 cache, gathered",
+            "worker, bf16 cache, contiguous",
             "worker, fp8_inc, gathered",
             "this fork, gathered",
             "this fork, contiguous",
@@ -109,26 +110,32 @@ def test_bounds_of_the_roofline():
     # four tokens with (6/8)^4; two devices share them. Cache: 5 layers.
     touched = 100 + 10 * 3 * 8 * (1 - 0.75**4)
     seconds = (touched / 2 + 4 * 50 * 5 * 1000) / 1e12
-    assert bound(device, model, ways["gathered"], 4, 50) == pytest.approx(4 / seconds)
+    assert bound(device, model, ways["fork, gathered"], 4, 50) == pytest.approx(
+        4 / seconds
+    )
     slow = device._replace(bandwidth=1e30, fp8=1e9, bf16=0.5e9)
     linear = 2 * (100 + 10 * 3 * 2) * 4 / 2 / 1e9
     attention = 2 * 8 * (576 + 512) * 4 * 50 * 5
-    for name, peak in (("gathered", 1e9), ("fp8, bf16 matmul", 0.5e9)):
+    for name, peak in (
+        ("fork, gathered", 1e9),
+        ("fork, bf16 matmul, gathered", 0.5e9),
+    ):
         expected = 4 / (linear + attention / peak)
         assert bound(slow, model, ways[name], 4, 50) == pytest.approx(expected)
     vector = device._replace(bandwidth=1e30, vector=1e6)
     expected = 1e6 / (50 * 5 * 576)
-    found = bound(vector, model, ways["fp8, bf16 matmul"], 4, 50)
+    found = bound(vector, model, ways["fork, bf16 matmul, gathered"], 4, 50)
     assert found == pytest.approx(expected)
     needed = (100 + 10 * 3 * 8) / 2 + 4 * 50 * 5 * 576
     for memory, fits in ((needed, True), (needed - 1, False)):
         small = device._replace(memory=memory)
-        assert (bound(small, model, ways["gathered"], 4, 50) is not None) == fits
+        assert (bound(small, model, ways["fork, gathered"], 4, 50) is not None) == fits
 
 
 def test_a_smaller_cache_is_never_slower():
     sizes = {
         "worker, bf16 cache, gathered": 4480,
+        "worker, bf16 cache, contiguous": 2176,
         "worker, fp8_inc, gathered": 7232,
         "this fork, gathered": 2240,
         "this fork, contiguous": 1088,
@@ -139,7 +146,12 @@ def test_a_smaller_cache_is_never_slower():
         for model in hpu_roofline.MODELS.values():
             bounds = [
                 hpu_roofline.tokens_per_second(device, model, ways[name], 32, 2048)
-                for name in ("worker", "bf16", "gathered", "contiguous")
+                for name in (
+                    "worker fp8_inc, gathered",
+                    "bf16, gathered",
+                    "fork, gathered",
+                    "fork, contiguous",
+                )
             ]
             assert bounds == sorted(bounds)
 

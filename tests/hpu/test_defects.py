@@ -152,7 +152,9 @@ def test_4_sums_over_blocks_do_not_saturate(device, blocks):
         torch.tensor(1.0),
         latent.worker.k_cache.quant_scale,
     )
-    assert latent.error(latent.worker) > (1.0 if blocks == 16 else 3.0)
+    # The sum of the softmax, 128 a block, is clipped to max, which divides the output.
+    too_large = BLOCK * blocks / MAXIMUM[device] - 1
+    assert latent.error(latent.worker) == pytest.approx(too_large, rel=0.1)
     assert latent.error(latent.pieces.decode) < 0.05
 
 
