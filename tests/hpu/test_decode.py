@@ -167,9 +167,11 @@ def test_padding_cannot_spoil_the_batch(device):
 
 
 def test_block_weights_are_the_softmax_over_a_sequence():
-    logits = random(5, 3, 7, seed=4).float() * 30
-    groups = torch.tensor([0, 0, 1, 2, 0])  # 2: padding
-    mapping = torch.tensor([[1, 0], [1, 0], [0, 1], [0, 0], [1, 0]]).bfloat16()
+    logits = random(6, 3, 7, seed=4).float() * 30
+    groups = torch.tensor([0, 0, 1, 2, 0, 2])  # 2: padding
+    logits[5] -= 500  # whose weight underflows beside the other padding
+    rows = [[1, 0], [1, 0], [0, 1], [0, 0], [1, 0], [0, 0]]
+    mapping = torch.tensor(rows).bfloat16()
     maximum = logits.amax(-1)
     sums = (logits - maximum[..., None]).exp().sum(-1)
     weights = block_weights(maximum, sums, mapping, groups)
