@@ -81,6 +81,9 @@ def test_3_the_context_of_a_prefill_is_fetched_by_id(device):
     assert relative_error(fetched, right) < 2**-8
     decoded = ours.fetch_codes(rows, latent.batch.block_list)
     assert decoded.data_ptr() == rows.data_ptr()  # and decode copies nothing
+    ours._fetch_by_id = True  # as the worker says of a sliding window's blocks
+    scattered = ours.fetch_codes(rows, blocks).view(torch.uint8)
+    assert torch.equal(scattered, rows.view(torch.uint8)[blocks])
 
 
 @pytest.mark.parametrize("blocks", [16, 64])
