@@ -44,7 +44,7 @@ class MLAPieces(nn.Module):
         prefill have none, since k and v are the latent's: they are measured.
         """
         self.latent_cache.scale.load(scales.k)
-        self.decode.load_scales(scales, getattr(scales, "q_latent", None))
+        self.decode.load_scales(scales, scales.q_latent)
         self.prompt.load_scales(scales, q=scales.q, k=None, v=None)
 
 
