@@ -276,6 +276,18 @@ def test_the_absorbed_weight_is_not_quantised(tmp_path, monkeypatch, quant_confi
         assert torch.equal(one, other)
 
 
+def test_the_lists_are_part_of_the_key_of_the_compile_cache(tmp_path, quant_config):
+    config = llama_config()
+    path = write(tmp_path / "a", config, weights(config))
+    keys = set()
+    for name in ("v_cache_of_none", "k_cache_of_none"):
+        blocked = {"types": [], "names": [*KV_ONLY["blocklist"]["names"], name]}
+        quant_config(attention_nodes("gqa"), blocklist=blocked)
+        with engine(path) as llm:
+            keys.add(llm.llm_engine.vllm_config.compute_hash())
+    assert len(keys) == 2
+
+
 def test_quantised_checkpoints_keep_their_weights(tmp_path, quant_config, caplog_vllm):
     config = llama_config()
     config["quantization_config"] = quantization_config(config_groups={})

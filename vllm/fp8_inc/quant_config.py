@@ -8,7 +8,9 @@ layers and scales are built.
 """
 
 import functools
+import hashlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 ENV = "QUANT_CONFIG"
+_DIGEST = "fp8_inc_quant_config"
 _read = functools.cache(read_inc_scales)
 
 
@@ -52,6 +55,10 @@ def configure_on_cpu(vllm_config: "VllmConfig") -> None:
     from vllm.fp8_inc.layers.inc_quant_config import IncQuantConfig
 
     inc = read_for(vllm_config, rank=0)
+    if isinstance(vllm_config.additional_config, dict):
+        # Part of the key of vLLM's compile cache: other lists give another graph.
+        digest = hashlib.sha256(Path(inc.path).read_bytes()).hexdigest()
+        vllm_config.additional_config[_DIGEST] = digest
     if vllm_config.cache_config.cache_dtype == "fp8_inc":
         skipped = vllm_config.cache_config.kv_cache_dtype_skip_layers
         for n in range(model_config.get_total_num_hidden_layers()):
