@@ -26,9 +26,9 @@ def is_mla(module: nn.Module) -> bool:
 class LayerScales:
     """What the scales of an attention layer stand for: the amax of each tensor.
 
-    It is part of the layer's ``state_dict``, so that a state that is saved and
-    loaded without the checkpoint (``--load-format sharded_state``) keeps it, and
-    holds for every device: a dequant scale is amax / max of its format.
+    In a layer's ``state_dict`` it survives what is saved and loaded without the
+    checkpoint (``--load-format sharded_state``), and holds for every device: a
+    dequant scale is amax / max of its format.
 
     Attributes:
         amax: float64 [roles, heads of this rank], in the order of ``ROLES``; the
@@ -41,10 +41,13 @@ class LayerScales:
         heads = max(module.num_heads, module.num_kv_heads)
         self.amax = torch.full((len(ROLES), heads), torch.nan, dtype=torch.float64)
 
-        def add_to_state(module, state, prefix, metadata) -> None:
+    def join_state(self) -> None:
+        """Makes ``amax`` a part of the layer's ``state_dict``."""
+
+        def add(module, state, prefix, metadata) -> None:
             state[prefix + _STATE] = self.amax
 
-        module.register_state_dict_post_hook(add_to_state)
+        self.module.register_state_dict_post_hook(add)
 
     def clear(self) -> None:
         """Forgets everything, before the next load."""

@@ -75,6 +75,8 @@ def attach(
         loader = ScaleLoader(layers, vllm_config, model_config)
         # Models that are never loaded (--load-format dummy) still can run.
         loader.set_unit_scales()
+        for scales in loader.layers.values():
+            scales.join_state()
     elif ours and not is_quantized_kv_cache(vllm_config.cache_config.cache_dtype):
         loader = _IgnoredScales()
     else:
