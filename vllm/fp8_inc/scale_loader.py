@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from vllm.fp8_inc.adjustment import FLAVOR_KEY, Adjustment, resolve_adjustment
+from vllm.fp8_inc.ranks import tensor_parallel
 from vllm.fp8_inc.scales import AttentionScales, StaticScale
 from vllm.fp8_inc.settings import Settings
 from vllm.fp8_inc.sources.checkpoint import (
@@ -274,14 +275,8 @@ def _legacy_scales(
 ) -> LegacyScales | None:
     if settings.legacy_scales is None:
         return None
-    from vllm.distributed import (
-        get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_world_size,
-    )
-
     return read_legacy_scales(
         settings.legacy_scales,
         model_config.hf_config.model_type,
-        get_tensor_model_parallel_rank(),
-        get_tensor_model_parallel_world_size(),
+        *tensor_parallel(),
     )

@@ -31,6 +31,11 @@ _INNER = r"\.(?:attn|mla_attn|mla_attn\.mla_attn)"
 _NAME = "|".join(map(re.escape, _TENSORS))
 _SCALE = re.compile(rf"{_MODULE}(?:{_INNER})?(?:\.impl)?\.(?P<name>{_NAME})")
 _LAYER = re.compile(rf"{_MODULE}{_INNER}")
+# What has keys and values has one of these, whatever its quantisation adds to it.
+_PROJECTION = re.compile(
+    rf"{_MODULE}\.(?:(?:self|attention)\.)?(?:k_proj|qkv_proj|kv_proj|kv_b_proj|"
+    r"query_key_value|c_attn|wk|wkv_b|wqkv|Wqkv|W_pack)\.[a-z_]*weight[a-z_]*"
+)
 # A part of the prefix that begins with one of these words, or ends in "encoder".
 _TOWER = re.compile(
     r"(?:^|\.)(?:(?:vision|visual|vit|image|audio|speech|multi_modal|mm_)[^.]*"
@@ -77,6 +82,14 @@ def match_scale_key(key: str) -> ScaleKey | None:
 def layer_of(layer_name: str) -> str | None:
     """Returns the ``ScaleKey.layer`` of an attention layer of a vLLM model."""
     found = _LAYER.fullmatch(layer_name)
+    if found is None or _TOWER.search(found["prefix"]):
+        return None
+    return f"layers.{int(found['index'])}"
+
+
+def attention_layer_of(key: str) -> str | None:
+    """Returns the ``ScaleKey.layer`` that a weight makes an attention layer."""
+    found = _PROJECTION.fullmatch(key)
     if found is None or _TOWER.search(found["prefix"]):
         return None
     return f"layers.{int(found['index'])}"
