@@ -65,7 +65,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(
         required=True, metavar="<command>", parser_class=argparse.ArgumentParser
     )
-    for add in (_inspect,):
+    for add in (_inspect, _calibrate):
         add(commands)
 
 
@@ -125,3 +125,63 @@ Examples:
         "--capacity", action="store_true", help="also show the size of the cache"
     )
     _device(parser, None, "the Gaudi that serves (default: both)")
+
+
+def _calibrate(commands: argparse._SubParsersAction) -> None:
+    parser = _command(
+        commands,
+        "calibrate",
+        "Measure what the model caches on texts, and write scales for it.",
+        "vllm.fp8_inc.calibration.run:run",
+        """\
+The model runs with a cache that is not quantised.
+
+Examples:
+  vllm kv-scales calibrate MODEL --output-dir OUT --dataset texts.jsonl
+  vllm kv-scales calibrate MODEL --output-dir OUT --dataset texts.txt \\
+      --num-prompts 64 --device gaudi2 --method mse
+  vllm kv-scales calibrate MODEL --output-dir OUT --dataset texts.jsonl \\
+      --export inc --scale-method maxabs_pow2
+""",
+    )
+    add = parser.add_argument
+    add("model", help="folder of the checkpoint")
+    add("--output-dir", required=True, help="a folder that is not there yet")
+    add(
+        "--dataset",
+        required=True,
+        help='a .jsonl with "text", "prompt" or "messages" a line, a .txt with a text '
+        "a line, or the name of a data set on the hub, as NAME or NAME:SPLIT",
+    )
+    add("--num-prompts", type=int, default=512, help="at most (default: 512)")
+    add("--max-model-len", type=int, default=2048, help="prompts are cut to it")
+    add(
+        "--granularity",
+        choices=("tensor", "head"),
+        default="tensor",
+        help="one scale, or one a head (default: tensor)",
+    )
+    add(
+        "--method",
+        choices=("amax", "percentile", "mse"),
+        default="amax",
+        help="scale the largest value seen, a percentile, or what makes the output "
+        "of attention least wrong (default: amax)",
+    )
+    add("--percentile", type=float, default=99.99, help="(default: 99.99)")
+    add(
+        "--export",
+        choices=("compressed-tensors", "inc"),
+        default="compressed-tensors",
+        help="a checkpoint, or INC's measurement and quant-config JSON",
+    )
+    add(
+        "--scale-method",
+        default="maxabs_hw",
+        help="that INC's JSON names (default: maxabs_hw)",
+    )
+    add("--copy", action="store_true", help="copy the large shards, do not link them")
+    add("--resume", action="store_true", help="go on after an interruption")
+    add("--tensor-parallel-size", type=int, default=1)
+    add("--trust-remote-code", action="store_true")
+    _device(parser, "gaudi3", "the Gaudi whose format scales fill (default: gaudi3)")

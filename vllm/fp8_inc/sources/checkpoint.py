@@ -87,12 +87,16 @@ def layer_of(layer_name: str) -> str | None:
     return f"layers.{int(found['index'])}"
 
 
-def attention_layer_of(key: str) -> str | None:
-    """Returns the ``ScaleKey.layer`` that a weight makes an attention layer."""
+def attention_module_of(key: str) -> tuple[str, str] | None:
+    """Returns layer and module of a weight that makes keys.
+
+    ``model.layers.3.self_attn.k_proj.weight`` is of ``layers.3`` and
+    ``model.layers.3.self_attn``; other weights are of None.
+    """
     found = _PROJECTION.fullmatch(key)
     if found is None or _TOWER.search(found["prefix"]):
         return None
-    return f"layers.{int(found['index'])}"
+    return f"layers.{int(found['index'])}", key[: found.end("module")]
 
 
 def layer_index(layer: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vllm.fp8_inc.sources.checkpoint import (
-    attention_layer_of,
+    attention_module_of,
     layer_index,
     match_scale_key,
 )
@@ -160,10 +160,18 @@ class Folder:
     def attention_layers(self) -> list[str]:
         """``layers.N`` of each layer with a KV cache, by its weights."""
         number = self.text_config["num_hidden_layers"]
-        found = {attention_layer_of(k) for keys in self.keys.values() for k in keys}
-        layers = {layer for layer in found if layer and layer_index(layer) < number}
+        layers = {n for n in self._attention_modules if layer_index(n) < number}
         layers = layers or {f"layers.{n}" for n in range(number)}
         return sorted(layers, key=layer_index)
+
+    @cached_property
+    def _attention_modules(self) -> dict[str, str]:
+        keys = (key for keys in self.keys.values() for key in keys)
+        return dict(filter(None, map(attention_module_of, keys)))
+
+    def attention_module(self, layer: str) -> str:
+        """The attention module of ``layers.N``, as the checkpoint names it."""
+        return self._attention_modules.get(layer, f"model.{layer}.self_attn")
 
 
 def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
