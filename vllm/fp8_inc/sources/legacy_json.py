@@ -7,11 +7,9 @@
 for K and V.
 """
 
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
@@ -22,6 +20,7 @@ from pydantic import (
 )
 
 from vllm.fp8_inc.scales import check_dequant_scale
+from vllm.fp8_inc.sources.strict_json import parse_strict_json
 
 _OPTION = '"legacy_scales" of --additional-config'
 _Index = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,5})$")]
@@ -111,8 +110,7 @@ def _read(path: str, model_type: str | None) -> _Document:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{_OPTION}: {path} cannot be read: {error}") from None
     try:
-        content = json.loads(text, object_pairs_hook=_without_duplicates)
-        document = _Document.model_validate(content)
+        document = _Document.model_validate(parse_strict_json(text))
     except ValidationError as error:
         wrong = "; ".join(
             f"{'.'.join(map(str, e['loc'])) or 'the file'} is {e['input']!r} "
@@ -123,7 +121,7 @@ def _read(path: str, model_type: str | None) -> _Document:
             f"{path}: {wrong}. Expected is {{model_type, kv_cache: {{dtype, "
             "scaling_factor: {rank: {layer: scale}}}}"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is no JSON for {_OPTION}: {error}") from None
     if model_type and document.model_type not in (None, model_type):
         raise ValueError(
@@ -131,17 +129,6 @@ def _read(path: str, model_type: str | None) -> _Document:
             f"{model_type!r}. Name the file of this model in {_OPTION}"
         )
     return document
-
-
-def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(
-                f"key {key!r} is there twice ({result[key]!r} and {value!r})"
-            )
-        result[key] = value
-    return result
 
 
 def _numbers(layers: dict[str, float]) -> dict[int, float]:
