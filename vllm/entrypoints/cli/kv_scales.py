@@ -65,7 +65,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(
         required=True, metavar="<command>", parser_class=argparse.ArgumentParser
     )
-    for add in (_inspect, _calibrate):
+    for add in (_inspect, _calibrate, _convert):
         add(commands)
 
 
@@ -185,3 +185,31 @@ Examples:
     add("--tensor-parallel-size", type=int, default=1)
     add("--trust-remote-code", action="store_true")
     _device(parser, "gaudi3", "the Gaudi whose format scales fill (default: gaudi3)")
+
+
+def _convert(commands: argparse._SubParsersAction) -> None:
+    parser = _command(
+        commands,
+        "convert",
+        "Write the scales of one producer in the form of another.",
+        "vllm.fp8_inc.conversion.run:run",
+        """\
+The format that the scales fill is kept unless --device names another.
+
+Examples:
+  vllm kv-scales convert MODEL OUT --to modelopt --dry-run
+  vllm kv-scales convert scales.json OUT --to compressed-tensors --model MODEL
+  vllm kv-scales convert MODEL out.json --to legacy --lossy --device gaudi2
+""",
+    )
+    forms = ("compressed-tensors", "modelopt", "autofp8", "quark", "inc", "legacy")
+    add = parser.add_argument
+    add("source", help="folder of a checkpoint, INC's quant-config or a legacy JSON")
+    add("destination", help="a folder, or for legacy a file, that is not there yet")
+    add("--from", dest="from_", choices=forms, help="(default: found out)")
+    add("--to", choices=forms, required=True)
+    add("--model", help="folder of the checkpoint that a JSON is for")
+    add("--dry-run", action="store_true", help="show the difference, write nothing")
+    add("--lossy", action="store_true", help="drop what the target cannot hold")
+    add("--copy", action="store_true", help="copy the large shards, do not link them")
+    _device(parser, None, "the Gaudi whose format the scales shall fill")
