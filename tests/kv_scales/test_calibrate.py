@@ -9,7 +9,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.checkpoints import checkpoint, kv_scales, llama_config, weights, write
+from tests.checkpoints import (
+    BUILDERS,
+    checkpoint,
+    kv_scales,
+    llama_config,
+    weights,
+    write,
+)
 from tests.engines import acting, engine, loaded
 from tests.kv_scales.command import call, examples
 from vllm.fp8_inc.calibration import measure
@@ -127,6 +134,29 @@ def test_per_head_scales_are_written_with_their_shape(
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["kv_cache_scheme"]["strategy"] == "attn_head"
     assert not (out / "model.safetensors").samefile(Path(gqa) / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["mla", "gqa"])
+def test_inc_s_files_say_the_same(tmp_path, capfd, numbered, texts, kind):
+    config = BUILDERS[kind]()
+    path = write(tmp_path / "m", config, weights(config))
+    out = tmp_path / "out"
+    words = ["--export", "inc", "--scale-method", "maxabs_arbitrary"]
+    words += ["--device", "gaudi2", "--dataset", texts, "--format", "json"]
+    done = call(capfd, "calibrate", path, "--output-dir", out, *words)
+    assert done.code == 0, done.err
+    assert f"QUANT_CONFIG={out}/quantize.json vllm serve {path}" in done.json["serve"]
+    result = result_of(out)["amax"]["layers.1"]
+    shown = call(capfd, "inspect", out, "--device", "gaudi2", "--format", "json")
+    scale = {
+        row["role"]: row["dequant_scale"]
+        for row in shown.json["scales"]
+        if row["layer"] == "layers.1"
+    }
+    latent = result.get("kv_c", [0]) + result.get("k_pe", [0])
+    for role in ("k", "v"):
+        amax = max(result.get(role, latent))
+        assert scale[role] == pytest.approx(amax / (240 / 4), rel=2**-8)
 
 
 def test_old_scales_are_replaced(tmp_path, capfd, numbered, texts):

@@ -27,6 +27,7 @@ from vllm.fp8_inc.sources.folder import INDEX, Folder
 from vllm.fp8_inc.verdict import verdict
 
 LAYER = "model.layers.1.self_attn"
+INC = Path(__file__).parents[1] / "sources" / "inc" / "samples" / "tiny_mla_g3_inc310"
 
 
 @pytest.mark.parametrize("kind", BUILDERS)
@@ -191,6 +192,38 @@ def test_a_legacy_json_alone_and_for_a_model(tmp_path, capfd):
     assert "kv_cache.scaling_factor.*.3 missing" in shown.out
 
 
+def inc(folder: Path, **changes: object) -> Path:
+    """A quant-config for real files of INC 3.10."""
+    stats = INC / "inc_output"
+    content = {"mode": "QUANTIZE", "dump_stats_path": str(stats), **changes}
+    path = folder / "quantize.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_inc_s_files(tmp_path, capfd):
+    config = inc(tmp_path, scale_method="maxabs_hw")
+    shown = call(capfd, "inspect", config, "--format", "json")
+    assert shown.code == 0, shown.err
+    first = {r["role"]: r for r in shown.json["scales"] if r["layer"] == "layers.0"}
+    assert first["k"]["dequant_scale"] == first["v"]["dequant_scale"] == 0.0625
+    assert first["k"]["key"].endswith("mla_attn.mla_attn.impl.latent_cache_k")
+    assert first["k"]["file"] == "inc_output_hooks_maxabs_MAXABS_HW.json"
+    model = checkpoint(tmp_path / "m", "mla")
+    out = call(capfd, "inspect", config, "--model", model).out
+    assert re.search(r"gaudi3: loads \d of 3 layers", out)
+
+
+def test_inc_s_errors_and_lists(tmp_path, capfd):
+    wrong = inc(tmp_path, scale_method="maxabs_pow3")
+    shown = call(capfd, "inspect", wrong)
+    assert shown.code == 1 and "maxabs_pow3" in shown.out
+    names = {"types": [], "names": [r"layers\.0\."]}
+    out = call(capfd, "inspect", inc(tmp_path, blocklist=names)).out
+    assert "in bf16 by INC's lists: layers.0" in out
+    assert re.search(r"^layers\.0 +k +- +- +- +bf16", out, re.M)
+
+
 def test_only_shards_of_the_index_count(tmp_path, capfd):
     path = Path(checkpoint(tmp_path, "gqa"))
     index = {"weight_map": {"lm_head.weight": "model.safetensors"}}
@@ -271,7 +304,11 @@ def test_a_large_checkpoint_takes_little_memory(tmp_path, capfd):
 @pytest.mark.parametrize("words", examples("inspect"))
 def test_the_examples_of_help(tmp_path, capfd, words):
     model = checkpoint(tmp_path, "gqa")
-    places = {"MODEL": model, "scales.json": legacy(tmp_path / "s.json")}
+    places = {
+        "MODEL": model,
+        "scales.json": legacy(tmp_path / "s.json"),
+        "quantize.json": inc(tmp_path),
+    }
     assert call(capfd, *(places.get(word, word) for word in words)).code == 0
 
 

@@ -13,6 +13,8 @@ from vllm.fp8_inc.formats import FORMATS, GAUDI3
 from vllm.fp8_inc.report import FINDING, FINE, Report, Table, UsageError
 from vllm.fp8_inc.sources.checkpoint import layer_index, match_scale_key
 from vllm.fp8_inc.sources.folder import Folder
+from vllm.fp8_inc.sources.inc.read import read_inc_scales
+from vllm.fp8_inc.sources.kinds import inc_config, kind_of
 from vllm.fp8_inc.sources.legacy_json import read_legacy_scales
 from vllm.fp8_inc.sources.producers import Role
 from vllm.fp8_inc.sources.store import FoundScale, ScaleStore
@@ -34,12 +36,14 @@ class Found:
         files: Key -> the file that holds it.
         errors: Key -> what is wrong with it.
         ignored: Keys that are scales of nothing that is served.
+        excluded: Layers whose cache INC's lists keep in bf16.
     """
 
     scales: dict[str, dict[Role, FoundScale]] = field(default_factory=dict)
     files: dict[str, Path] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,10 +52,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: If it is neither a folder of a checkpoint nor a known JSON.
     """
-    legacy, folder = _opened(args.source, args.model)
-    devices = [args.device] if args.device else sorted(FORMATS)
-    verdicts = [verdict(folder, device, legacy) for device in devices]
-    found = _found_in_legacy(legacy) if legacy else found_in(folder)
+    folder, found, verdicts = _looked_at(args)
     adjustment = verdicts[0].adjustment
     odd = suspicions(found.scales, folder.is_mla, folder.quantization)
     report = Report("scales", _table(folder, found, adjustment))
@@ -61,25 +62,56 @@ def run(args: argparse.Namespace) -> int:
         report.lines += capacity_lines(folder)
     report.write(args.format)
     # Unit scales serve, but nobody calibrated them.
-    weak = odd or any(len(v.loaded) < len(v.scales) for v in verdicts)
+    total = len(folder.attention_layers)
+    weak = odd or any(len(v.loaded) < total for v in verdicts)
     failed = any(v.error for v in verdicts) or (args.strict and weak)
     return FINDING if failed else FINE
 
 
-def _opened(source: str, model: str | None) -> tuple[str | None, Folder]:
-    """The JSON, where ``source`` is one, and the checkpoint it is for."""
-    path = Path(source)
-    if path.is_dir():
-        if model:
+def _looked_at(args: argparse.Namespace) -> tuple[Folder, Found, list[Verdict]]:
+    """The model, what the source holds, and what a server makes of it."""
+    devices = [args.device] if args.device else sorted(FORMATS)
+    source, kind = args.source, kind_of(args.source)
+    if kind == "checkpoint":
+        if args.model:
             raise UsageError(f"--model goes with a JSON, but {source} is a folder")
-        return None, Folder.open(path)
-    if not path.is_file():
-        raise UsageError(f"{source} is no local folder and no file")
-    if model:
-        return source, Folder.open(model)
-    layers = read_legacy_scales(source, None, 0, 1).dequant_scales
-    folder = _NoModel(path.parent, {"num_hidden_layers": max(layers) + 1})
-    return source, replace(folder, numbers=tuple(sorted(layers)))
+        folder = Folder.open(source)
+        return folder, found_in(folder), [verdict(folder, d) for d in devices]
+    if kind == "inc":
+        return _looked_at_inc(args)
+    found = _found_in_legacy(source)
+    folder = _model_of(args, found)
+    return folder, found, [verdict(folder, d, source) for d in devices]
+
+
+def _model_of(args: argparse.Namespace, found: Found) -> Folder:
+    """The model that --model names, else the layers of the file itself."""
+    if args.model:
+        return Folder.open(args.model)
+    numbers = sorted(layer_index(layer) for layer in found.scales)
+    config = {"num_hidden_layers": max(numbers, default=-1) + 1}
+    return replace(_NoModel(Path(args.source), config), numbers=tuple(numbers))
+
+
+def _looked_at_inc(args: argparse.Namespace) -> tuple[Folder, Found, list[Verdict]]:
+    """INC's scales are made for the device that serves: gaudi3 unless told."""
+    device, found = args.device or "gaudi3", Found()
+    source = inc_config(args.source)
+    try:
+        inc = read_inc_scales(source, device, 0, 1)
+    except ValueError as error:
+        return _model_of(args, found), found, [Verdict(device, str(error))]
+    found.scales = {layer: dict(roles) for layer, roles in inc.attention.items()}
+    for roles in found.scales.values():
+        for scale in roles.values():
+            found.files[scale.key] = Path(inc.files[0])
+    found.excluded = sorted(inc.excluded)
+    folder = _model_of(args, found)
+    fmt = FORMATS[inc.device]
+    said = f"fp8_inc: INC, {inc.config.scale_method.method}, {inc.ranks}"
+    loaded = tuple(n for n in folder.attention_layers if n in found.scales)
+    adjustment = Adjustment(fmt, fmt, "INC")
+    return folder, found, [Verdict(device, None, adjustment, loaded, said=(said,))]
 
 
 @dataclass(frozen=True)
@@ -124,13 +156,15 @@ def _table(folder: Folder, found: Found, adjustment: Adjustment | None) -> Table
     rows = []
     maximum = (adjustment.quantised_for if adjustment else GAUDI3).max
     served = folder.attention_layers
-    for layer in sorted({*served, *found.scales}, key=layer_index):
+    for layer in sorted({*served, *found.scales, *found.excluded}, key=layer_index):
         roles = found.scales.get(layer, {})
-        for role in cast(tuple[Role, ...], get_args(Role)):
+        more = [role for role in roles if role not in get_args(Role)]
+        for role in cast(list[Role], [*get_args(Role), *more]):
             if role in roles:
                 rows.append(_row(layer, role, roles[role], maximum, found, served))
             elif role in ("k", "v"):
-                rows.append((layer, role, None, None, None, "missing", None, None))
+                status = "bf16" if layer in found.excluded else "missing"
+                rows.append((layer, role, None, None, None, status, None, None))
     for key, error in found.errors.items():
         scale = match_scale_key(key)
         role = " ".join(scale.roles) if scale else ""
@@ -198,12 +232,14 @@ def _lines(
         lines.append(f"{v.device}: loads {len(v.loaded)} of {total} layers")
         lines += [f"  {line}" for line in v.said]
     lines += [f"suspicious: {line}" for line in odd]
+    if found.excluded:
+        lines.append(f"in bf16 by INC's lists: {', '.join(found.excluded)}")
     if found.ignored:
         lines.append(
             f"ignored: {len(found.ignored)} tensors of towers, or no scales "
             f"({found.ignored[0]})"
         )
-    if not (found.scales or found.errors):
+    if not (found.scales or found.errors or any(v.error for v in verdicts)):
         lines.append(
             "to do: no scale is stored. Calibrate: vllm kv-scales calibrate "
             f"{folder.path} --output-dir DIR --dataset FILE"

@@ -26,6 +26,7 @@ class Verdict:
         device: gaudi2 or gaudi3.
         error: Why the server would not start, or None.
         adjustment: How the scales are fitted to the device, where that is known.
+        loaded: The layers that get scales of the source.
         scales: Layer -> the scales that act; empty where the server does not start.
         said: What the server would log.
     """
@@ -33,13 +34,9 @@ class Verdict:
     device: str
     error: str | None
     adjustment: Adjustment | None = None
+    loaded: tuple[str, ...] = ()
     scales: dict[str, AttentionScales] = field(default_factory=dict)
     said: tuple[str, ...] = ()
-
-    @property
-    def loaded(self) -> list[str]:
-        """The layers that get scales of the checkpoint."""
-        return [name for name, s in self.scales.items() if s.source != "unit scales"]
 
 
 def verdict(folder: Folder, device: str, legacy_scales: str | None = None) -> Verdict:
@@ -69,7 +66,8 @@ def verdict(folder: Folder, device: str, legacy_scales: str | None = None) -> Ve
             adjustment = loader.adjustment if loader else None
             return Verdict(device, str(error), adjustment, said=tuple(said))
     scales = {name: layer.impl.scales for name, layer in layers.items()}
-    return Verdict(device, None, loader.adjustment, scales, tuple(said))
+    loaded = tuple(name for name, s in scales.items() if s.source != "unit scales")
+    return Verdict(device, None, loader.adjustment, loaded, scales, tuple(said))
 
 
 def _stand_in(folder: Folder) -> SimpleNamespace:

@@ -108,12 +108,13 @@ Examples:
   vllm kv-scales inspect MODEL --strict --device gaudi2
   vllm kv-scales inspect MODEL --format json
   vllm kv-scales inspect scales.json --model MODEL
+  vllm kv-scales inspect quantize.json --device gaudi3
 """,
     )
     parser.add_argument(
         "source",
-        help="folder of a checkpoint, or a JSON in the form of "
-        "--quantization-param-path",
+        help="folder of a checkpoint, INC's quant-config or its folder, or a JSON in "
+        "the form of --quantization-param-path",
     )
     parser.add_argument(
         "--model", help="folder of the checkpoint that a JSON is to be used with"
@@ -124,7 +125,7 @@ Examples:
     parser.add_argument(
         "--capacity", action="store_true", help="also show the size of the cache"
     )
-    _device(parser, None, "the Gaudi that serves (default: both)")
+    _device(parser, None, "the Gaudi that serves (default: both; gaudi3 for INC)")
 
 
 def _calibrate(commands: argparse._SubParsersAction) -> None:

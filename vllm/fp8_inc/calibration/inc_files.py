@@ -67,6 +67,8 @@ def _nodes(layer: str, calibration: Calibration) -> dict[str, Any]:
             f"{impl}.v_cache": {"inputs": [v]},
         }
         decode_q, decode_v = q, v
+    # The worker multiplies the query of a decode step with it first.
+    decode_q = [[decode_q[0][0] * calibration.softmax_scale[layer]]]
     prob = [[1.0]]
     return {
         f"{impl}.matmul_qk": {"inputs": [decode_q, k]},

@@ -60,6 +60,8 @@ def _measure(
     _run(llm, args, prompts, state, join)
     result.prompts, result.tokens = state.prompts, state.tokens
     result.amax = join(_amax(llm))
+    for scales in llm.collective_rpc("kv_softmax_scales"):
+        result.softmax_scale |= scales
     _check_seen(llm, result.amax, resumed=args.resume)
     result.growth, result.riser = growth(state.before or result.amax, result.amax)
     plain = _scaled(result.amax)

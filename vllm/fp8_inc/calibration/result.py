@@ -25,6 +25,7 @@ class Calibration:
         riser: Which it was.
         amax: Layer -> role -> the largest magnitudes seen.
         scaled: Layer -> role -> the magnitudes that meet the format's max.
+        softmax_scale: Layer -> what its logits are multiplied with.
         gain: Layer -> role -> squared error of the output, mse against amax.
     """
 
@@ -39,6 +40,7 @@ class Calibration:
     riser: str = "none"
     amax: Numbers = field(default_factory=dict)
     scaled: Numbers = field(default_factory=dict)
+    softmax_scale: dict[str, float] = field(default_factory=dict)
     gain: Numbers = field(default_factory=dict)
 
     @property

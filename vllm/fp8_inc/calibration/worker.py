@@ -57,6 +57,10 @@ class CalibrationWorker:
         tokens = {layer: o.tokens for layer, o in self._observers.items()}
         return *tensor_parallel(), amax, tokens
 
+    def kv_softmax_scales(self) -> dict[str, float]:
+        """Returns what the logits of each layer are multiplied with."""
+        return {n: float(o.layer.impl.scale) for n, o in self._observers.items()}
+
     def kv_percentiles(self, percent: float) -> tuple[int, int, Numbers]:
         """Returns rank, number of ranks, and what ``percent`` of values lie below."""
         found = {

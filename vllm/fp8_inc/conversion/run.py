@@ -10,7 +10,6 @@ from vllm.fp8_inc.conversion.forms import FORMS, Form
 from vllm.fp8_inc.conversion.scales import (
     ROLES,
     Scales,
-    kind_of,
     read_scales,
     weights_are_quantised,
 )
@@ -19,6 +18,7 @@ from vllm.fp8_inc.formats import GAUDI3
 from vllm.fp8_inc.report import FINE, Report, Table, UsageError
 from vllm.fp8_inc.sources.checkpoint import layer_index, match_scale_key
 from vllm.fp8_inc.sources.folder import Folder
+from vllm.fp8_inc.sources.kinds import kind_of
 
 _COLUMNS = (
     *("layer", "role", "from", "dequant_scale", "to", "dequant_scale_there"),

@@ -5,15 +5,13 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from vllm.fp8_inc.adjustment import FLAVOR_KEY, resolve_adjustment
 from vllm.fp8_inc.formats import FORMATS
-from vllm.fp8_inc.report import UsageError
 from vllm.fp8_inc.sources.folder import Folder
 from vllm.fp8_inc.sources.inc.read import read_inc_scales
+from vllm.fp8_inc.sources.kinds import inc_config
 from vllm.fp8_inc.sources.legacy_json import read_legacy_scales
-from vllm.fp8_inc.sources.strict_json import parse_strict_json
 from vllm.fp8_inc.suspicions import values
 from vllm.fp8_inc.verdict import verdict
 
@@ -44,24 +42,6 @@ class Scales:
         return replace(self, layers=layers, made_for=device)
 
 
-def kind_of(source: str) -> str:
-    """checkpoint, inc or legacy.
-
-    Raises:
-        UsageError: If ``source`` is neither.
-    """
-    path = Path(source)
-    if (path / "config.json").is_file():
-        return "checkpoint"
-    if not path.is_file():
-        raise UsageError(f"{source} is no folder with a config.json, and no file")
-    try:
-        content = parse_strict_json(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{source} is no JSON: {error}") from None
-    return "legacy" if isinstance(content, dict) and "kv_cache" in content else "inc"
-
-
 def read_scales(source: str, kind: str, device: str) -> Scales:
     """Reads all scales, or raises as a server would.
 
@@ -89,7 +69,7 @@ def read_scales(source: str, kind: str, device: str) -> Scales:
         }
         return Scales(layers, made_for, keys)
     if kind == "inc":
-        inc = read_inc_scales(source, device, 0, 1)
+        inc = read_inc_scales(inc_config(source), device, 0, 1)
         return _of_found(inc.attention, inc.device, source)
     folder = Folder.open(source)
     outcome = verdict(folder, device)
