@@ -19,36 +19,12 @@ from tests.checkpoints import (
 )
 from tests.engines import acting, engine, loaded
 from tests.kv_scales.command import call, examples
+from tests.kv_scales.numbered import Numbered
 from vllm.fp8_inc.calibration import measure
 from vllm.fp8_inc.calibration.prompts import read_prompts
 from vllm.fp8_inc.report import UsageError
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-deepseek-v2"
-
-
-class Numbered:
-    """A tokenizer: each word is a number."""
-
-    def encode(self, text: str, max_length: int = 10**9, **_: object) -> list[int]:
-        return [int(word) for word in text.split()][:max_length]
-
-    def apply_chat_template(self, messages: list[dict], tokenize: bool) -> str:
-        assert not tokenize
-        return " ".join(message["content"] for message in messages)
-
-
-@pytest.fixture
-def numbered(monkeypatch):
-    """Test checkpoints have no tokenizer."""
-    from vllm import LLM
-
-    start = LLM.__init__
-    monkeypatch.setattr(LLM, "get_tokenizer", lambda self: Numbered())
-
-    def without_tokenizer(self, model, **options):
-        start(self, model, skip_tokenizer_init=True, **options)
-
-    monkeypatch.setattr(LLM, "__init__", without_tokenizer)
 
 
 @pytest.fixture

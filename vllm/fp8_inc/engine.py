@@ -9,38 +9,27 @@ from collections.abc import Iterator
 from typing import Any
 
 _ONE_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+# Eager, and no prefix cache: a token that it serves would not be seen.
+OPTIONS: dict[str, Any] = {
+    "enforce_eager": True,
+    "seed": 0,
+    "enable_prefix_caching": False,
+    "kv_cache_dtype": "auto",
+}
 
 
 @contextlib.contextmanager
-def engine(model: str, **options: Any) -> Iterator[Any]:
-    """Starts an LLM in this process, where it is one worker; ends it afterwards.
-
-    Args:
-        model: Folder of the checkpoint.
-        options: As ``vllm.LLM`` takes them. Unless told otherwise: eager, seed 0, no
-            prefix cache (a token that it serves would not be seen), and a cache that
-            is not quantised.
-    """
-    before = os.environ.get(_ONE_PROCESS)
-    os.environ[_ONE_PROCESS] = "0"
+def alone() -> Iterator[None]:
+    """Engines started inside run in this process and leave nothing behind."""
     import torch
 
-    from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    dtype = torch.get_default_dtype()
-    options = {
-        "enforce_eager": True,
-        "seed": 0,
-        "enable_prefix_caching": False,
-        "kv_cache_dtype": "auto",
-    } | options
-    llm = None
+    before, dtype = os.environ.get(_ONE_PROCESS), torch.get_default_dtype()
+    os.environ[_ONE_PROCESS] = "0"
     try:
-        llm = LLM(model, **options)
-        yield llm
+        yield
     finally:
-        del llm
         gc.collect()
         cleanup_dist_env_and_memory()
         torch.set_default_dtype(dtype)  # a start that fails leaves the model's
@@ -48,3 +37,22 @@ def engine(model: str, **options: Any) -> Iterator[Any]:
             del os.environ[_ONE_PROCESS]
         else:
             os.environ[_ONE_PROCESS] = before
+
+
+@contextlib.contextmanager
+def engine(model: str, **options: Any) -> Iterator[Any]:
+    """Starts an LLM.
+
+    Args:
+        model: Folder of the checkpoint.
+        options: As ``vllm.LLM`` takes them, over ``OPTIONS``.
+    """
+    from vllm import LLM
+
+    with alone():
+        llm = None
+        try:
+            llm = LLM(model, **{**OPTIONS, **options})
+            yield llm
+        finally:
+            del llm

@@ -65,7 +65,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(
         required=True, metavar="<command>", parser_class=argparse.ArgumentParser
     )
-    for add in (_inspect, _calibrate, _convert):
+    for add in (_inspect, _calibrate, _convert, _compare):
         add(commands)
 
 
@@ -214,3 +214,32 @@ Examples:
     add("--lossy", action="store_true", help="drop what the target cannot hold")
     add("--copy", action="store_true", help="copy the large shards, do not link them")
     _device(parser, None, "the Gaudi whose format the scales shall fill")
+
+
+def _compare(commands: argparse._SubParsersAction) -> None:
+    parser = _command(
+        commands,
+        "compare",
+        "Measure what the FP8 cache costs a model, on tasks or on texts.",
+        "vllm.fp8_inc.comparison.run:run",
+        """\
+Arms: bf16 (the reference), fp8-unit (dequant_scale 1.0), fp8-loaded (the scales of
+the checkpoint). The exit code is 1 where an arm is worse beyond noise.
+
+Examples:
+  vllm kv-scales compare MODEL --arms bf16,fp8-unit,fp8-loaded --text texts.jsonl
+  vllm kv-scales compare MODEL --arms bf16,fp8-loaded --tasks task.yaml --limit 20
+""",
+    )
+    add = parser.add_argument
+    add("model", help="folder of the checkpoint")
+    add("--arms", default="bf16,fp8-loaded", help="(default: bf16,fp8-loaded)")
+    add("--tasks", help="of lm-eval: names, or YAML files, separated by commas")
+    add("--text", help="teacher-forced: a .jsonl or .txt, as for calibrate")
+    add("--limit", type=int, help="questions of a task, or texts, at most")
+    add("--max-model-len", type=int, default=2048, help="texts are cut to it")
+    add("--output-json", help="also write the result to this file")
+    add("--work-dir", help="keeps each finished arm; a second call goes on from there")
+    add("--tensor-parallel-size", type=int, default=1)
+    add("--trust-remote-code", action="store_true")
+    _device(parser, "gaudi3", "the Gaudi whose numbers are used (default: gaudi3)")
