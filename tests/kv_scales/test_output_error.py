@@ -38,8 +38,9 @@ def attention(q, k, v, scale):
 @pytest.mark.parametrize("fmt", [GAUDI2, GAUDI3])
 def test_errors_are_those_of_the_definition(fmt):
     layer, kept = gqa()
-    errors = output_errors(layer, kept, amax_of(kept), fmt)
+    errors, square = output_errors(layer, kept, amax_of(kept), fmt)
     exact = attention(**kept, scale=0.25)
+    assert square == pytest.approx(exact.square().sum().item(), rel=1e-5)
     for role, heads in (("k", 2), ("v", 2), ("q", 4)):
         for n in (0, 3, len(RATIOS) - 1):
             scale = kept[role].abs().amax((0, 2), keepdim=True) * RATIOS[n] / fmt.max
@@ -60,7 +61,7 @@ def test_an_outlier_that_nobody_looks_at_is_cut_off():
     kept["v"] *= 2.0**-13
     kept["v"][5, 1, 3] = 4.0
     # Later tokens only, so that token 5 itself has others to look at.
-    errors = output_errors(layer, kept, amax_of(kept), GAUDI3)["v"]
+    errors = output_errors(layer, kept, amax_of(kept), GAUDI3)[0]["v"]
     chosen = errors[1, :].argmin().item()
     assert RATIOS[chosen] < 0.25
     tensor = kept["v"][:, 1]
@@ -86,7 +87,7 @@ def test_the_latent_s_error_is_that_of_the_projected_output():
     layer = SimpleNamespace(
         impl=SimpleNamespace(scale=0.3), kv_lora_rank=latent, W_UV=w_uv
     )
-    errors = output_errors(layer, kept, amax_of(kept), GAUDI2)
+    errors, _ = output_errors(layer, kept, amax_of(kept), GAUDI2)
     assert set(errors) == {"latent", "q"}
 
     def project(row: torch.Tensor) -> torch.Tensor:

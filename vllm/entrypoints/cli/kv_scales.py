@@ -65,7 +65,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(
         required=True, metavar="<command>", parser_class=argparse.ArgumentParser
     )
-    for add in (_inspect, _calibrate, _convert, _compare):
+    for add in (_inspect, _calibrate, _convert, _compare, _plot):
         add(commands)
 
 
@@ -243,3 +243,22 @@ Examples:
     add("--tensor-parallel-size", type=int, default=1)
     add("--trust-remote-code", action="store_true")
     _device(parser, "gaudi3", "the Gaudi whose numbers are used (default: gaudi3)")
+
+
+def _plot(commands: argparse._SubParsersAction) -> None:
+    parser = _command(
+        commands,
+        "plot",
+        "Draw scales by layer, and largest magnitudes against the range of the format.",
+        "vllm.fp8_inc.plotting.run:run",
+        """\
+Examples:
+  vllm kv-scales plot MODEL --fig-dir figures
+  vllm kv-scales plot MODEL scales.json --fig-dir figures --dry-run
+""",
+    )
+    add = parser.add_argument
+    add("sources", nargs="+", metavar="source", help="as for convert; overlaid")
+    add("--fig-dir", required=True, help="gets a PNG and an SVG of each figure")
+    add("--dry-run", action="store_true", help="name the figures, write nothing")
+    _device(parser, "gaudi3", "for INC, whose scales depend on it (default: gaudi3)")

@@ -221,7 +221,8 @@ def _scaled_by_search(result: Calibration, join: _Join, llm: Any) -> Numbers:
     amax = None if join.per_head else result.amax
     workers = llm.collective_rpc("kv_least_errors", args=(amax,))
     best = join(workers)
-    result.gain = join([(rank, ranks, gain) for rank, ranks, _, gain in workers])
+    result.gain = join([(rank, ranks, gain) for rank, ranks, _, gain, _ in workers])
+    result.error = join([(rank, ranks, error) for rank, ranks, *_, error in workers])
     for roles in best.values():
         if "latent" in roles:
             # The row's scale is k's; v, its first part, follows.

@@ -24,7 +24,7 @@ def output_errors(
     kept: Mapping[str, torch.Tensor],
     amax: Mapping[str, torch.Tensor],
     fmt: Fp8Format,
-) -> dict[str, torch.Tensor]:
+) -> tuple[dict[str, torch.Tensor], float]:
     """Squared errors of attention's output, one operand quantised at a time.
 
     Args:
@@ -34,7 +34,8 @@ def output_errors(
         fmt: The format of the cache.
 
     Returns:
-        Role -> [heads, ratios] float64; the roles k, v and q, or latent and q.
+        Role -> [heads, ratios] float64; the roles k, v and q, or latent and q. And
+        the square of the output.
     """
     attend = _latent_attention if "kv_c" in kept else _attention
     operands = _operands(kept)
@@ -52,7 +53,7 @@ def output_errors(
             error = (changed - exact).double().square().sum((0, 2))
             columns.append(error.view(x.shape[1], -1).sum(1))
         errors[role] = torch.stack(columns, dim=1)
-    return errors
+    return errors, exact.double().square().sum().item()
 
 
 def role_amax(amax: Mapping[str, torch.Tensor], role: str) -> torch.Tensor:

@@ -26,6 +26,7 @@ class Calibration:
         amax: Layer -> role -> the largest magnitudes seen.
         scaled: Layer -> role -> the magnitudes that meet the format's max.
         softmax_scale: Layer -> what its logits are multiplied with.
+        error: Layer -> role -> squared error of the output over its square, with mse.
         gain: Layer -> role -> squared error of the output, mse against amax.
     """
 
@@ -41,6 +42,7 @@ class Calibration:
     amax: Numbers = field(default_factory=dict)
     scaled: Numbers = field(default_factory=dict)
     softmax_scale: dict[str, float] = field(default_factory=dict)
+    error: Numbers = field(default_factory=dict)
     gain: Numbers = field(default_factory=dict)
 
     @property

@@ -87,28 +87,30 @@ class CalibrationWorker:
         """
         if not hasattr(self, "_errors"):
             self._errors: dict[str, dict[str, torch.Tensor]] = {}
+            self._squares: dict[str, float] = {}
         for layer, o in self._observers.items():
             most = o.amax if amax is None else _tensors(amax[layer])
             sums = self._errors.setdefault(layer, {})
-            for role, new in output_errors(
-                o.layer, o.kept, most, FORMATS[device]
-            ).items():
+            errors, square = output_errors(o.layer, o.kept, most, FORMATS[device])
+            self._squares[layer] = self._squares.get(layer, 0.0) + square
+            for role, new in errors.items():
                 new = new if amax is None else new.sum(0, keepdim=True)
                 sums[role] = sums.get(role, 0) + new
 
     def kv_least_errors(
         self, amax: Numbers | None
-    ) -> tuple[int, int, Numbers, Numbers]:
-        """Returns rank, number of ranks, the amax to scale by, and the gain.
+    ) -> tuple[int, int, Numbers, Numbers, Numbers]:
+        """Returns rank, number of ranks, the amax to scale by, gain and error.
 
-        The gain is the squared error divided by that of the plain amax. ``amax`` is
-        as for ``kv_add_errors``.
+        The gain is the squared error divided by that of the plain amax; the error is
+        relative to the square of the output. ``amax`` is as for ``kv_add_errors``.
         """
         best: Numbers = {}
         gains: Numbers = {}
+        relative: Numbers = {}
         ratios = torch.tensor(RATIOS)
         for layer, roles in self._errors.items():
-            best[layer], gains[layer] = {}, {}
+            best[layer], gains[layer], relative[layer] = {}, {}, {}
             own = self._observers[layer].amax
             known = own if amax is None else _tensors(amax[layer])
             for role, errors in roles.items():
@@ -117,7 +119,8 @@ class CalibrationWorker:
                 best[layer][role] = most.tolist()
                 plain = errors[:, 0].cpu().clamp(min=1e-30)
                 gains[layer][role] = (least / plain).tolist()
-        return *tensor_parallel(), best, gains
+                relative[layer][role] = (least / self._squares[layer]).tolist()
+        return *tensor_parallel(), best, gains, relative
 
     def kv_stop(self) -> None:
         """Removes the observers."""
