@@ -105,7 +105,7 @@ def test_mla_has_one_panel_for_the_latent(tmp_path):
     ]
     assert [axes.get_title(loc="left") for axes in draw_scales([source]).axes] == [
         "latent (kv_c, k_pe)",
-        "Q, prefill",
+        "Q",
     ]
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's; markers and lines differ too, for print in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS, _LINES = "os^Dv*", ("-", "--", ":", "-.")
-_ROLES = {"latent": "latent (kv_c, k_pe)", "k": "K", "v": "V", "q": "Q, prefill"}
+_ROLES = {"latent": "latent (kv_c, k_pe)", "k": "K", "v": "V", "q": "Q"}
 _SMALLEST, _SMALLEST_NORMAL = 2.0**-9, 2.0**-6
 _STYLE: dict[str, Any] = {
     "font.size": 9,
