@@ -20,6 +20,8 @@ LINKED  := $(shell find vllm -name '*.py' -not -path 'vllm/fp8_inc/*')
 SOURCES := pyproject.toml upstream.toml $(wildcard tools/forkbuild/*.py) \
            $(wildcard patches/vllm/*) $(LINKED)
 STAMP   := $(VENV)/.installed
+# One process a core: an engine of a test has one thread.
+PARALLEL := --numprocesses auto --dist loadfile
 
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 
@@ -56,10 +58,10 @@ serve: $(STAMP) ## an OpenAI server on MODEL with the fp8_inc cache
 	  --additional-config '{"fp8_inc": {"device": "$(DEVICE)"}}' $(ARGS)
 
 test: $(STAMP) ## all tests but the slow ones
-	$(PY) -m pytest -m 'not slow' $(ARGS)
+	$(PY) -m pytest -m 'not slow' $(PARALLEL) $(ARGS)
 
 nightly: $(STAMP) ## all tests
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(PARALLEL) $(ARGS)
 
 bench: $(STAMP) ## the figures of the README
 	$(PY) -m benchmarks $(ARGS)

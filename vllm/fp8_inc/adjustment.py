@@ -28,6 +28,7 @@ FLAVOR_KEY = "fp8_dtype_flavor"
 # Producers write "fnuz" for "quantised against 240"; the bias-8 format of that
 # name is not meant.
 _FLAVORS = {"float8_e4m3fn": GAUDI3, "float8_e4m3fnuz": GAUDI2}
+FLAVOR_OF = {fmt.name: flavor for flavor, fmt in _FLAVORS.items()}
 
 
 @dataclass(frozen=True)

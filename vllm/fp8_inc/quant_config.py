@@ -15,12 +15,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
 from vllm.fp8_inc.adjustment import Adjustment
 from vllm.fp8_inc.layer_scales import is_mla
+from vllm.fp8_inc.ranks import tensor_parallel
 from vllm.fp8_inc.settings import Settings
 from vllm.fp8_inc.sources.checkpoint import layer_of
 from vllm.fp8_inc.sources.external import ExternalScales
@@ -81,8 +78,7 @@ def configure_on_cpu(vllm_config: "VllmConfig") -> None:
 def read_for(vllm_config: "VllmConfig", rank: int | None = None) -> IncScales:
     """Reads the files of a rank, by default of this process; once a process."""
     if rank is None:
-        rank = get_tensor_model_parallel_rank()
-        size = get_tensor_model_parallel_world_size()
+        rank, size = tensor_parallel()
     else:
         size = vllm_config.parallel_config.tensor_parallel_size
     experts = vllm_config.model_config.get_num_experts()
@@ -105,7 +101,8 @@ def kv_scales(
     Raises:
         ValueError: If a layer was not measured.
     """
-    if not os.environ.get(ENV) or model_config.model != vllm_config.model_config.model:
+    target = vllm_config.model_config
+    if not os.environ.get(ENV) or target is None or model_config.model != target.model:
         return None
     inc = read_for(vllm_config)
     # Layers that the model lacks too: the files may be of another model.

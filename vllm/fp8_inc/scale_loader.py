@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
 from vllm.fp8_inc.adjustment import Adjustment, resolve_adjustment
 from vllm.fp8_inc.layer_scales import LayerScales, is_mla
 from vllm.fp8_inc.quant_config import kv_scales
+from vllm.fp8_inc.ranks import tensor_parallel
 from vllm.fp8_inc.scales import AttentionScales, StaticScale
 from vllm.fp8_inc.settings import Settings
 from vllm.fp8_inc.sources.checkpoint import (
@@ -63,8 +60,7 @@ class ScaleLoader:
         self.settings = Settings.of(vllm_config)
         self.quantization = _quantization_config(model_config)
         self.declared = declared_scheme(self.quantization)
-        self.rank = get_tensor_model_parallel_rank()
-        self.ranks = get_tensor_model_parallel_world_size()
+        self.rank, self.ranks = tensor_parallel()
         self.external = kv_scales(layers, vllm_config, model_config) or _legacy_scales(
             self.settings, model_config, self.rank, self.ranks
         )

@@ -31,6 +31,11 @@ _INNER = r"\.(?:attn|mla_attn|mla_attn\.mla_attn)"
 _NAME = "|".join(map(re.escape, _TENSORS))
 _SCALE = re.compile(rf"{_MODULE}(?:{_INNER})?(?:\.impl)?\.(?P<name>{_NAME})")
 _LAYER = re.compile(rf"{_MODULE}{_INNER}")
+# What has keys and values has one of these, whatever its quantisation adds to it.
+_PROJECTION = re.compile(
+    rf"{_MODULE}\.(?:(?:self|attention)\.)?(?:k_proj|qkv_proj|kv_proj|kv_b_proj|"
+    r"query_key_value|c_attn|wk|wkv_b|wqkv|Wqkv|W_pack)\.[a-z_]*weight[a-z_]*"
+)
 # A part of the prefix that begins with one of these words, or ends in "encoder".
 _TOWER = re.compile(
     r"(?:^|\.)(?:(?:vision|visual|vit|image|audio|speech|multi_modal|mm_)[^.]*"
@@ -91,6 +96,18 @@ def _layer(found: re.Match[str]) -> str:
 def is_numbered_draft(layer: str) -> bool:
     """Whether ``layer`` is of a draft model that is numbered from 0."""
     return layer.startswith("mtp.")
+
+
+def attention_module_of(key: str) -> tuple[str, str] | None:
+    """Returns layer and module of a weight that makes keys.
+
+    ``model.layers.3.self_attn.k_proj.weight`` is of ``layers.3`` and
+    ``model.layers.3.self_attn``; other weights are of None.
+    """
+    found = _PROJECTION.fullmatch(key)
+    if found is None or _TOWER.search(found["prefix"]):
+        return None
+    return f"layers.{int(found['index'])}", key[: found.end("module")]
 
 
 def layer_index(layer: str) -> int:

@@ -7,6 +7,8 @@
 for K and V.
 """
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -52,6 +54,7 @@ def read_legacy_scales(
     rank: int,
     world_size: int,
     served_on: Fp8Format,
+    environ: Mapping[str, str] = os.environ,
 ) -> ExternalScales:
     """Reads the scales of one tensor-parallel rank.
 
@@ -64,6 +67,7 @@ def read_legacy_scales(
         rank: Tensor-parallel rank of this worker.
         world_size: Number of tensor-parallel ranks.
         served_on: The format of the device.
+        environ: Where VLLM_SCALE_ADJUSTMENT is looked for.
 
     Raises:
         ValueError: Naming file, key and value.
@@ -95,7 +99,7 @@ def read_legacy_scales(
         source=f"{path} ({whose})",
         key_of=_KEY,
         found={f"layers.{n}": {"k": s, "v": s} for n, s in scales.items()},
-        adjustment=resolve_adjustment({FLAVOR_KEY: cache.dtype}, served_on),
+        adjustment=resolve_adjustment({FLAVOR_KEY: cache.dtype}, served_on, environ),
     )
 
 
