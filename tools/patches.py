@@ -19,6 +19,7 @@ from forkbuild.rebase import rebase_report
 from forkbuild.table import stale_readmes
 from forkbuild.trees import WheelTree, open_tree
 from forkbuild.upstream import upstream_wheel
+from forkbuild.worker import write_worker
 
 PACKAGES = ("vllm", "vllm_gaudi")
 
@@ -101,6 +102,15 @@ def rebase(fork: Fork, args: argparse.Namespace) -> int:
     return failed
 
 
+def worker(fork: Fork, args: argparse.Namespace) -> int:
+    """A checkout of vllm-gaudi becomes an importable folder, with the patches."""
+    folder = fork.root / "patches" / "vllm_gaudi"
+    patches = [] if args.unpatched else load_series(folder)
+    write_worker(args.checkout, args.out, patches)
+    print(f"{args.out}: {args.checkout} with {len(patches)} patches")
+    return 0
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -123,6 +133,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add.add_argument("upstream", type=Path, help="a wheel, or a source folder")
     add.add_argument("--package", choices=PACKAGES, default="vllm")
     add.set_defaults(run=rebase)
+    add = commands.add_parser("worker", help="write a patched copy of the HPU worker")
+    add.add_argument("checkout", type=Path, help="a checkout of vllm-gaudi")
+    add.add_argument("out", type=Path, help="the folder to write, for PYTHONPATH")
+    add.add_argument("--unpatched", action="store_true", help="leave the patches out")
+    add.set_defaults(run=worker)
     return parser.parse_args(argv)
 
 
