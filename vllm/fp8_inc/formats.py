@@ -90,7 +90,8 @@ class Fp8Format:
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """Turns uint8 codes of any shape into their float32 values."""
         flat = codes.reshape(-1).to(torch.int32)
-        return self.table.index_select(0, flat).view(codes.shape)
+        table = self.table.to(codes.device)
+        return table.index_select(0, flat).view(codes.shape)
 
     def cast(self, values: torch.Tensor, quant_scale: torch.Tensor) -> torch.Tensor:
         """Scales and casts as hpu.cast_to_fp8_v2 does: q = encode(x * quant_scale).
