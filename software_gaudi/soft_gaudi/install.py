@@ -3,13 +3,14 @@
 """Puts the software Gaudi into PyTorch, once a process."""
 
 import functools
+import sys
 
 import torch
 
 
 @functools.cache
 def install() -> None:
-    """Makes the device hpu, torch.hpu, the hpu operators and hpu_backend exist."""
+    """Makes the device hpu, torch.hpu, hccl and hpu_backend exist."""
     from soft_gaudi import collectives, compiling, fold, padding
     from soft_gaudi.device import hpu_module
 
@@ -19,10 +20,16 @@ def install() -> None:
     padding.install()
     collectives.install()
     compiling.install()
+    _hide_cpu_kernels()
     _define_torchvision_operators()
-    from soft_gaudi import operators
 
-    operators.install()
+
+def _hide_cpu_kernels() -> None:
+    """Makes the compiled kernels of a CPU wheel absent, as they are in a Gaudi wheel.
+
+    The HPU platform would import the build for AVX-512 on any machine.
+    """
+    sys.modules["vllm._C"] = None
 
 
 def _define_torchvision_operators() -> None:
