@@ -23,7 +23,7 @@ def chip() -> str:
 
 def memory_bytes() -> int:
     """Size of the device memory, of which the worker takes a share for its cache."""
-    return int(os.environ.get(MEMORY_ENV, 2 << 30))
+    return int(os.environ.get(MEMORY_ENV, 256 << 20))
 
 
 def is_lazy() -> bool:

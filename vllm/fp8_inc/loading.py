@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from vllm.fp8_inc import hpu_worker
 from vllm.fp8_inc.environment import check_on_cpu
 from vllm.fp8_inc.scale_loader import ScaleLoader
 from vllm.fp8_inc.settings import Settings
@@ -50,11 +51,12 @@ def attach(
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    on_hpu = hpu_worker.is_served_here()
+    if not (on_hpu or current_platform.is_cpu()):
         return
     quant_config = vllm_config.quant_config
     ours = isinstance(quant_config, ServedOnCpu)
-    if type(quant_config) in (CompressedTensorsConfig, Fp8Config):
+    if not on_hpu and type(quant_config) in (CompressedTensorsConfig, Fp8Config):
         raise ValueError(
             "the entry point fp8_inc of vllm.general_plugins was not loaded; add "
             "fp8_inc to VLLM_PLUGINS, or unset it"
@@ -63,13 +65,17 @@ def attach(
         module.layer_name: module
         for module in model.modules()
         if getattr(module, "kv_cache_dtype", None) == CACHE_DTYPE
+        and hasattr(module, "layer_name")  # an implementation may be a module too
     }
     if not layers and Settings.of(vllm_config).legacy_scales:
         logger.warning_once(
             "fp8_inc: legacy_scales is not used: no layer has --kv-cache-dtype fp8_inc"
         )
     if layers:
-        check_on_cpu()
+        if on_hpu:
+            layers = hpu_worker.prepare(layers)
+        else:
+            check_on_cpu()
         loader = ScaleLoader(layers, vllm_config, model_config)
         # Models that are never loaded (--load-format dummy) still can run.
         loader.set_unit_scales()

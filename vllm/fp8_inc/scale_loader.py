@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from vllm.fp8_inc import hpu_worker
 from vllm.fp8_inc.adjustment import FLAVOR_KEY, Adjustment, resolve_adjustment
-from vllm.fp8_inc.scales import AttentionScales, StaticScale
+from vllm.fp8_inc.scales import AttentionScales, StaticScale, give_scales
 from vllm.fp8_inc.settings import Settings
 from vllm.fp8_inc.sources.checkpoint import (
     declared_scheme,
@@ -76,7 +77,7 @@ class ScaleLoader:
         """Sets dequant_scale 1.0 on every layer."""
         unit = StaticScale.from_dequant(1.0, self.dtype)
         for module in self.layers.values():
-            module.impl.scales = AttentionScales(unit, unit, None, _UNIT_SCALES)
+            give_scales(module, AttentionScales(unit, unit, None, _UNIT_SCALES))
 
     def keep_back(
         self, weights: Iterable[tuple[str, torch.Tensor]]
@@ -117,7 +118,7 @@ class ScaleLoader:
         loaded = [layer for layer in self.layers if layer not in missing]
         for layer in loaded:
             module = self.layers[layer]
-            module.impl.scales = self._scales_of(layer, module)
+            give_scales(module, self._scales_of(layer, module))
         self.store.report_ignored()
         self._report(loaded)
         self.is_loaded = True
@@ -238,19 +239,20 @@ class ScaleLoader:
             return
         found = {layer: self.store.found[layer] for layer in loaded}
         mla = any(hasattr(module, "kv_lora_rank") for module in self.layers.values())
+        on_hpu = hpu_worker.is_served_here()
         extra: list[Role] = ["q", "prob"]
         with_extra = [
             role for role in extra if all(role in roles for roles in found.values())
         ]
         logger.info(
-            "fp8_inc: KV scales of %d of %d layers from %s%s; q %s, prob %s "
-            "(not quantised on CPU); made for %s (max %g; %s), served on %s (max %g): "
-            "dequant scales x %.4g",
+            "fp8_inc: KV scales of %d of %d layers from %s%s; q %s, prob %s%s; "
+            "made for %s (max %g; %s), served on %s (max %g): dequant scales x %.4g",
             len(loaded),
             len(self.layers),
             self._source(loaded),
             " (MLA: the larger of k and v for the latent)" if mla else "",
             *("loaded" if role in with_extra else "absent" for role in extra),
+            "" if on_hpu else " (not quantised on CPU)",
             self.adjustment.quantised_for.name,
             self.adjustment.quantised_for.max,
             self.adjustment.reason,

@@ -3,9 +3,10 @@
 """The static scales of an attention layer, checked and in the form kernels use."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 _SMALLEST_NORMAL = 2.0**-126
 _LARGEST = 1e30
@@ -67,6 +68,21 @@ class AttentionScales:
     q: StaticScale | None
     source: str
     prob: StaticScale | None = None
+
+
+def give_scales(layer: nn.Module, scales: AttentionScales) -> None:
+    """Hands scales to an attention layer and to the layers that read its cache.
+
+    Args:
+        layer: An Attention or MLAAttention. Its implementation keeps them as
+            ``scales``, and takes them over where it has ``load_scales`` (on HPU).
+        scales: Of what the layer writes.
+    """
+    layer.impl.scales = scales
+    if load := getattr(layer.impl, "load_scales", None):
+        load(scales)
+    for reader in getattr(layer.impl, "readers", ()):
+        give_scales(reader, replace(scales, q=None))
 
 
 def check_dequant_scale(value: float) -> None:
