@@ -21,6 +21,8 @@ class Settings(BaseModel):
             lacks scales: stop ("error") or use dequant_scale 1.0 ("unit").
         legacy_scales: Path of a JSON in the form of --quantization-param-path,
             whose scales replace the checkpoint's.
+        hpu_matmul: On HPU, the dtype of the two matrix products of attention: "fp8",
+            or "bf16", which is more accurate and moves more bytes (docs/hpu.md).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -28,6 +30,7 @@ class Settings(BaseModel):
     device: Literal["gaudi2", "gaudi3"] = "gaudi3"
     missing_scales: Literal["error", "unit"] = "error"
     legacy_scales: Annotated[str, Field(min_length=1)] | None = None
+    hpu_matmul: Literal["fp8", "bf16"] = "fp8"
 
     @property
     def format(self) -> Fp8Format:

@@ -105,7 +105,7 @@ class PagedDecode(nn.Module):
         groups = torch.where(block_groups < 0, batch, block_groups)
         rows = groups.clamp(max=batch - 1)  # what padding computes is dropped
         logits = self._logits(query, key, rows, kv_heads, scale)
-        logits = logits + block_bias[:, None, None].float()
+        logits = logits + block_bias[:, None, None]
         maximum = logits.amax(-1, keepdim=True).clamp(min=_LOWEST)
         probabilities = (logits - maximum).exp()
         out = self._weighted_sum(probabilities, value)
@@ -118,14 +118,17 @@ class PagedDecode(nn.Module):
         mapping = block_mapping.to(out.dtype).t()
         return torch.matmul(mapping, out.flatten(1)).view(batch, heads, -1)
 
-    @staticmethod
     def _blocks(
-        cache: Fp8KVCache, rows: torch.Tensor, block_list: torch.Tensor, size: int
+        self, cache: Fp8KVCache, rows: torch.Tensor, block_list: torch.Tensor, size: int
     ) -> torch.Tensor:
-        """FP8 [blocks, kv_heads, block_size, dim], a view where nothing is gathered."""
-        return cache.fetch_codes(rows.unflatten(0, (-1, size)), block_list).transpose(
-            1, 2
-        )
+        """Unscaled [blocks, kv_heads, block_size, dim]; FP8, or bfloat16.
+
+        Every FP8 code has its exact value in bfloat16; scales follow the products.
+        """
+        blocks = cache.fetch_codes(rows.unflatten(0, (-1, size)), block_list)
+        if self.matmul == "bf16":
+            blocks = torch.ops.hpu.cast_from_fp8(blocks, None, torch.bfloat16)
+        return blocks.transpose(1, 2)
 
     def _logits(
         self,
@@ -139,7 +142,7 @@ class PagedDecode(nn.Module):
         factor = per_head(self.k_cache.scale.dequant_scale, kv_heads) * scale
         if self.matmul == "bf16":
             picked = query.index_select(0, rows).unflatten(1, (kv_heads, -1))
-            product = torch.matmul(picked, exact_bfloat16(key).mT)
+            product = torch.matmul(picked, key.mT)
             return product.float() * factor
         if self.q_scale is None:
             codes, q_dequant = quantize_rows(query, self.format)
@@ -158,7 +161,7 @@ class PagedDecode(nn.Module):
         v_scale = (self.v_cache or self.k_cache).scale
         factor = per_head(v_scale.dequant_scale, kv_heads)
         if self.matmul == "bf16":
-            out = torch.matmul(probabilities.bfloat16(), exact_bfloat16(value))
+            out = torch.matmul(probabilities.bfloat16(), value)
             return (out.float() * factor).bfloat16()
         prob_quant = per_head(self.prob_scale.quant_scale, kv_heads)
         codes = torch.ops.hpu.cast_to_fp8_v2(
@@ -195,11 +198,6 @@ class PagedDecode(nn.Module):
 def per_head(scale: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """Lets a scale [] or [heads] broadcast to [..., kv_heads, group, any]."""
     return scale.view(kv_heads, -1, 1) if scale.dim() else scale
-
-
-def exact_bfloat16(codes: torch.Tensor) -> torch.Tensor:
-    """FP8 as bfloat16, unscaled: every code has its exact value there."""
-    return torch.ops.hpu.cast_from_fp8(codes, None, torch.bfloat16)
 
 
 def scaled_gemm(

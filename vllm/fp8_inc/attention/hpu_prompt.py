@@ -19,7 +19,7 @@ from vllm.fp8_inc.scales import AttentionScales, StaticScale
 _ALL = (-1, -1)
 # Arguments of the kernels in gaudi-pytorch-bridge 1.19; newer ones append
 # window_size and sinks.
-_FP8_ARGUMENTS = 20
+_FP8_ARGUMENTS = 19
 _BF16_ARGUMENTS = 11
 
 

@@ -46,15 +46,14 @@ def install(impl: nn.Module, fmt: Fp8Format, matmul: str = "fp8") -> MHAPieces:
     """Gives the worker's HPUAttentionImpl our pieces, at the end of its construction.
 
     Args:
-        impl: With k_cache, v_cache, matmul_qk, matmul_av and
-            fused_scaled_dot_product_attention, which are replaced, and
-            paged_attention, which is added: its forward_decode takes the place of
-            HPUPagedAttention's.
+        impl: Its k_cache, v_cache, matmul_qk, matmul_av, batch2block_matmul,
+            block2batch_matmul and fused_scaled_dot_product_attention are replaced.
         fmt: The format of the device.
         matmul: "fp8" or "bf16".
 
     Returns:
-        The pieces, whose ``load_scales`` is due once the weights are in.
+        The pieces. ``load_scales`` is due once the weights are in;
+        ``decode.forward_decode`` takes the place of HPUPagedAttention's.
 
     Raises:
         NotImplementedError: For ALiBi and attention sinks.
@@ -70,6 +69,5 @@ def install(impl: nn.Module, fmt: Fp8Format, matmul: str = "fp8") -> MHAPieces:
             )
     pieces = MHAPieces(fmt, impl.k_cache.use_contiguous_pa, matmul)
     impl.k_cache, impl.v_cache = pieces.k_cache, pieces.v_cache
-    impl.paged_attention = pieces.decode
     replace_prompt_modules(impl, pieces.prompt)
     return pieces

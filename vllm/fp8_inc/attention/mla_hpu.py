@@ -52,19 +52,17 @@ def install(impl: nn.Module, fmt: Fp8Format, matmul: str = "fp8") -> MLAPieces:
     """Gives the worker's HPUMLAImpl our pieces, at the end of its construction.
 
     Args:
-        impl: With latent_cache_k, matmul_qk, matmul_av and
-            fused_scaled_dot_product_attention, which are replaced, and
-            paged_attention, which is added: its forward_decode takes the place of
-            HPUPagedAttention's.
+        impl: Its latent_cache_k, matmul_qk, matmul_av, batch2block_matmul,
+            block2batch_matmul and fused_scaled_dot_product_attention are replaced.
         fmt: The format of the device.
         matmul: "fp8" or "bf16".
 
     Returns:
-        The pieces, whose ``load_scales`` is due once the weights are in.
+        The pieces. ``load_scales`` is due once the weights are in;
+        ``decode.forward_decode`` takes the place of HPUPagedAttention's.
     """
     pieces = MLAPieces(fmt, impl.latent_cache_k.use_contiguous_pa, matmul)
     impl.latent_cache_k = pieces.latent_cache
-    impl.paged_attention = pieces.decode
     replace_prompt_modules(impl, pieces.prompt)
     return pieces
 

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
+"""What patches/vllm_gaudi calls in the attention classes of the HPU worker."""
+
+from typing import Any
+
+from torch import nn
+
+from vllm.config import get_current_vllm_config
+from vllm.fp8_inc.attention import mha_hpu, mla_hpu
+from vllm.fp8_inc.hpu_device import hpu_format
+from vllm.fp8_inc.scales import AttentionScales
+from vllm.fp8_inc.settings import Settings
+
+
+def mla_paged_attention(impl: nn.Module, upstream: Any) -> Any:
+    """Whose forward_decode an HPUMLAImpl calls; the last line of its __init__.
+
+    Gives it our pieces, as ``impl.fp8_inc``, where its cache is FP8.
+
+    Args:
+        impl: The HPUMLAImpl.
+        upstream: HPUPagedAttention, which serves every other cache.
+    """
+    return _paged_attention(impl, upstream, mla_hpu.install)
+
+
+def mha_paged_attention(impl: nn.Module, upstream: Any) -> Any:
+    """As mla_paged_attention, for an HPUAttentionImpl."""
+    return _paged_attention(impl, upstream, mha_hpu.install)
+
+
+def _paged_attention(impl: nn.Module, upstream: Any, install: Any) -> Any:
+    if not impl.enable_fp8_attn:
+        return upstream
+    settings = Settings.of(get_current_vllm_config())
+    impl.fp8_inc = install(impl, hpu_format(), settings.hpu_matmul)
+    return impl.fp8_inc.decode
+
+
+def load_scales(impl: nn.Module, scales: AttentionScales) -> None:
+    """Hands the scales of a layer to its pieces, at the start and at each reload."""
+    impl.fp8_inc.load_scales(scales)
