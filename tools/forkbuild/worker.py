@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 from forkbuild.fork import ForkError
+from forkbuild.hunks import make_hunks
 from forkbuild.patchset import Patch, patched_files
 from forkbuild.trees import FolderTree
 
@@ -46,6 +47,32 @@ def write_worker(checkout: Path, out: Path, patches: list[Patch]) -> None:
     (info / "entry_points.txt").write_text(text, "utf-8")
     shutil.rmtree(out, ignore_errors=True)
     part.rename(out)
+
+
+def exported_worker(
+    checkout: Path, edited: Path, patches: list[Patch]
+) -> dict[Patch, str]:
+    """The text of each patch as an edited copy has it, for those that differ.
+
+    Raises:
+        ForkError: A file was changed that no patch owns.
+    """
+    upstream, copy = FolderTree(checkout), FolderTree(edited)
+    owned = {patch.target: patch for patch in patches}
+    result = {}
+    for name in sorted(copy.names & upstream.names):
+        old, new = upstream.read(name), copy.read(name)
+        if name in owned:
+            hunks = make_hunks(old.decode("utf-8"), new.decode("utf-8"))
+            text = owned[name].with_hunks(hunks)
+            if text != owned[name].path.read_text("utf-8"):
+                result[owned[name]] = text
+        elif old != new:
+            raise ForkError(
+                f"{edited}/{name}: changed, but no patch changes this file; start one "
+                "in patches/vllm_gaudi: its header and its ---/+++ lines"
+            )
+    return result
 
 
 def _entry_points_text(setup: Path) -> str:

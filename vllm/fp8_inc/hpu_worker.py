@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
-"""Where the HPU worker meets the fork: called from patches/vllm_gaudi."""
+"""What the loading of scales does otherwise on HPU than on CPU."""
 
 import os
 
@@ -16,24 +16,6 @@ def is_served_here() -> bool:
 
     is_hpu = current_platform.device_type == "hpu"
     return is_hpu and os.environ.get("QUANT_CONFIG") is None
-
-
-def install(impl: nn.Module) -> None:
-    """Gives an attention implementation with an FP8 cache our pieces.
-
-    Args:
-        impl: The worker's HPUMLAImpl or HPUAttentionImpl at the end of its
-            construction. It gets ``paged_attention`` and ``load_scales``.
-
-    Raises:
-        RuntimeError: For a device whose FP8 numbers are not known.
-    """
-    from vllm.fp8_inc.attention import mha_hpu, mla_hpu
-    from vllm.fp8_inc.hpu_device import hpu_format
-
-    is_mla = hasattr(impl, "latent_cache_k")
-    pieces = (mla_hpu if is_mla else mha_hpu).install(impl, hpu_format())
-    impl.load_scales = pieces.load_scales
 
 
 def prepare(layers: dict[str, nn.Module]) -> dict[str, nn.Module]:

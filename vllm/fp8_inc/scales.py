@@ -75,12 +75,12 @@ def give_scales(layer: nn.Module, scales: AttentionScales) -> None:
 
     Args:
         layer: An Attention or MLAAttention. Its implementation keeps them as
-            ``scales``, and takes them over where it has ``load_scales`` (on HPU).
+            ``scales``, and so do its pieces ``fp8_inc`` where it has some (on HPU).
         scales: Of what the layer writes.
     """
     layer.impl.scales = scales
-    if load := getattr(layer.impl, "load_scales", None):
-        load(scales)
+    if pieces := getattr(layer.impl, "fp8_inc", None):
+        pieces.load_scales(scales)
     for reader in getattr(layer.impl, "readers", ()):
         give_scales(reader, replace(scales, q=None))
 
