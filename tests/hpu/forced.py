@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
-"""Log-probabilities of prescribed continuations, on the CPU and in the HPU worker.
+"""Distributions after prescribed continuations, on the CPU and in the HPU worker.
 
-Not tests/engines.py's ``ask``: the worker's prompt_logprobs fail with MLA (it takes the
-first row of its flat hidden states), and free generation drifts apart at near-ties.
+Not tests/engines.py's ask: the worker's prompt_logprobs fail with MLA (it takes the
+first row of hidden states that are flat), and free generation drifts apart at
+near-ties.
 """
 
 from typing import Any
+
+import torch
 
 # What the engine must be started with for ``distributions``.
 OPTIONS = {"max_logprobs": -1}
 
 
 def distributions(
-    llm: Any,
-    prompts: list[list[int]],
-    forced: list[int],
-    steps: int,
-    vocabulary: int,
-) -> list[list[list[float]]]:
+    llm: Any, prompts: list[list[int]], forced: list[int], steps: int
+) -> torch.Tensor:
     """Continues each prompt with one token again and again.
 
     Args:
@@ -26,14 +25,15 @@ def distributions(
         prompts: Token ids.
         forced: The token that continues each prompt.
         steps: Tokens to add; the first comes from the prefill, the others from decode.
-        vocabulary: Size of the model's; the worker does not know -1 for all.
 
     Returns:
-        [prompt][step][token]: log-probability of every token of the vocabulary, before
-        the continuation was forced.
+        float32 [prompts, steps, vocabulary], log-probabilities before a continuation
+        is forced.
     """
     from vllm import SamplingParams
 
+    # The worker does not know -1, for all.
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
     parameters = [
         SamplingParams(
             temperature=0,
@@ -50,10 +50,14 @@ def distributions(
         parameters,
         use_tqdm=False,
     )
-    answers = []
-    for result in results:
-        steps_of = result.outputs[0].logprobs
-        answers.append(
-            [[step[token].logprob for token in sorted(step)] for step in steps_of]
-        )
-    return answers
+    return torch.tensor(
+        [
+            [[step[n].logprob for n in range(vocabulary)] for step in output.logprobs]
+            for output in (result.outputs[0] for result in results)
+        ]
+    )
+
+
+def divergence(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The Kullback-Leibler divergence of each step, [prompts, steps], in nats."""
+    return (one.exp() * (one - other)).sum(-1)

@@ -12,52 +12,53 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = map(str, Path(__file__).resolve().parents[:2])
+import torch
 
-import engines
-import forced
+from tests.engines import attention_layers, engine
+from tests.hpu.forced import OPTIONS, distributions
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Starts one engine and asks it."""
+    """Starts one engine and asks it once for each list of prompts."""
+    from habana_frameworks.torch import core
+    from soft_gaudi import compiling, graphs
+    from vllm_gaudi.extension import runtime
+
     os.environ.update(job["env"])
-    if runtime := sys.modules.get("vllm_gaudi.extension.runtime"):
-        runtime.clear_config()  # the platform reads it before the worker clears it
-    try:
-        with engines.engine(job["model"], **job["options"], **forced.OPTIONS) as llm:
-            return {
-                "distributions": forced.distributions(
-                    llm,
-                    job["prompts"],
-                    job["forced"],
-                    job["steps"],
-                    llm.llm_engine.model_config.get_vocab_size(),
-                ),
-                "scales": _scales(llm) if job["scales"] else None,
-            }
-    except Exception as error:
-        if not job["may_fail"]:
-            raise
-        return {"error": f"{type(error).__name__}: {error}"}
-    finally:
-        for name in job["env"]:
-            del os.environ[name]
+    runtime.clear_config()  # the platform reads it before the worker clears it
+    counts = (graphs.recorded.total(), len(compiling.compiled), core.mark_steps)
+    with engine(job["model"], **job["options"], **OPTIONS) as llm:
+        result = {
+            "distributions": [
+                distributions(llm, prompts, job["forced"], job["steps"]).tolist()
+                for prompts in job["rounds"]
+            ],
+            "dequant_scales": _dequant_scales(llm),
+        }
+    for name in job["env"]:
+        del os.environ[name]
+    names = ("graph_calls", "compiled", "mark_steps")
+    now = (graphs.recorded.total(), len(compiling.compiled), core.mark_steps)
+    return result | {
+        name: after - before for name, before, after in zip(names, counts, now)
+    }
 
 
-def _scales(llm: Any) -> list[dict[str, float]]:
-    """The dequant scales in each layer's cache modules, as the kernels get them."""
-    result = []
-    for layer in engines.attention_layers(llm):
-        caches = {
+def _dequant_scales(llm: Any) -> list[dict[str, float]]:
+    """The dequant scale of each cache of each layer, as the kernels get it."""
+    if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+        return []
+    return [
+        {
             name: getattr(layer.impl, name).scale.dequant_scale.item()
             for name in ("latent_cache_k", "k_cache", "v_cache")
-            if hasattr(layer.impl, name)
+            if hasattr(getattr(layer.impl, name, None), "scale")
         }
-        result.append(caches)
-    return result
+        for layer in attention_layers(llm)
+    ]
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     jobs = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-    results = [run(job) for job in jobs]
-    Path(sys.argv[2]).write_text(json.dumps(results), "utf-8")
+    Path(sys.argv[2]).write_text(json.dumps([run(job) for job in jobs]), "utf-8")
