@@ -16,7 +16,11 @@ OPTIONS = {"max_logprobs": -1}
 
 
 def distributions(
-    llm: Any, prompts: list[list[int]], forced: list[int], steps: int
+    llm: Any,
+    prompts: list[list[int]],
+    forced: list[int],
+    steps: int,
+    together: bool = True,
 ) -> torch.Tensor:
     """Continues each prompt with one token again and again.
 
@@ -25,6 +29,8 @@ def distributions(
         prompts: Token ids.
         forced: The token that continues each prompt.
         steps: Tokens to add; the first comes from the prefill, the others from decode.
+        together: Whether prompts may share a batch. vLLM's CPU sampler forgets
+            allowed_token_ids in a batch with a prompt that is not yet whole.
 
     Returns:
         float32 [prompts, steps, vocabulary], log-probabilities before a continuation
@@ -45,11 +51,16 @@ def distributions(
         )
         for token in forced
     ]
-    results = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts],
-        parameters,
-        use_tqdm=False,
-    )
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    if together:
+        results = llm.generate(asked, parameters, use_tqdm=False)
+    else:
+        results = [
+            llm.generate(prompt, parameter, use_tqdm=False)[0]
+            for prompt, parameter in zip(asked, parameters, strict=True)
+        ]
+    for result, token in zip(results, forced, strict=True):
+        assert list(result.outputs[0].token_ids) == [token] * steps
     return torch.tensor(
         [
             [[step[n].logprob for n in range(vocabulary)] for step in output.logprobs]

@@ -9,7 +9,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.checkpoints import checkpoint, kv_scales, llama_config
+from tests.checkpoints import (
+    kv_scales,
+    llama_config,
+    quantization_config,
+    weights,
+    write,
+)
 from tests.device_numbers import MAXIMUM
 from tests.engines import acting, engine
 from tests.hpu.forced import OPTIONS, distributions, divergence
@@ -24,6 +30,13 @@ FP8 = LENGTH | {"kv_cache_dtype": "fp8_inc", "dtype": "bfloat16", "max_num_seqs"
 BF16 = FP8 | {"kv_cache_dtype": "auto"}
 CHUNKED = {"max_num_batched_tokens": 256}
 CONTIGUOUS = {"VLLM_CONTIGUOUS_PA": "true"}
+# One bucket of prompts and one of decodes, so that warm-up runs few of them.
+FEW_BUCKETS = {
+    "VLLM_PROMPT_QUERY_BUCKET_MIN": "384",
+    "VLLM_PROMPT_CTX_BUCKET_MAX": "0",
+    "VLLM_DECODE_BS_BUCKET_MIN": "2",
+    "VLLM_DECODE_BLOCK_BUCKET_MIN": "8",
+}
 
 
 def texts() -> tuple[list[list[int]], list[int]]:
@@ -51,7 +64,10 @@ def random_tokens() -> tuple[list[list[int]], list[int]]:
 
 @pytest.fixture(scope="module")
 def gqa_model(tmp_path_factory) -> str:
-    return checkpoint(tmp_path_factory.mktemp("gqa"), "gqa")
+    config = llama_config(max_position_embeddings=512)
+    config["quantization_config"] = quantization_config(config_groups={})
+    tensors = weights(config) | kv_scales(config)
+    return write(tmp_path_factory.mktemp("gqa"), config, tensors)
 
 
 def job(model: str, options: dict, rounds: int = 1, **kwargs) -> Job:
@@ -83,6 +99,7 @@ def gaudi2(tmp_path_factory, gqa_model):
         jobs,
         SOFT_GAUDI="gaudi2",
         PT_HPU_LAZY_MODE="1",
+        **FEW_BUCKETS,
     )
 
 
@@ -107,7 +124,7 @@ def on_cpu():
             asked = job(model, options)
             with engine(model, additional_config=config, **options, **OPTIONS) as llm:
                 known[model, device] = distributions(
-                    llm, asked.rounds[0], asked.forced, asked.steps
+                    llm, asked.rounds[0], asked.forced, asked.steps, together=False
                 )
         return known[model, device]
 
