@@ -76,3 +76,10 @@ def test_settings_cannot_change_after_start():
     settings = settings_of({})
     with pytest.raises(ValidationError, match="frozen"):
         settings.device = "gaudi2"
+
+
+def test_hpu_matmul_is_fp8_or_bf16():
+    assert settings_of({}).hpu_matmul == "fp8"
+    assert settings_of({"fp8_inc": {"hpu_matmul": "bf16"}}).hpu_matmul == "bf16"
+    with pytest.raises(ValueError, match="\"hpu_matmul\": 'fp16'"):
+        settings_of({"fp8_inc": {"hpu_matmul": "fp16"}})

@@ -22,7 +22,6 @@ from tests.hpu.scenes import (
 from vllm.fp8_inc.attention.hpu_decode import block_weights
 from vllm.fp8_inc.attention.mha_hpu import MHAPieces
 from vllm.fp8_inc.attention.mla_hpu import MLAPieces
-from vllm.fp8_inc.hpu_ops import ByteCounter
 
 LATENT, ROPE, HEADS = 512, 64, 4
 LENGTHS = [300, 1, 128, 517]
@@ -226,29 +225,3 @@ def test_traced_by_torch_compile(device):
         traced = compiled(query, cache[:, None], None, **arguments)
         assert torch.equal(eager, traced)
     assert len(graphs) == 1
-
-
-@pytest.mark.parametrize(
-    "contiguous, matmul, expected",
-    [
-        (False, "fp8", 2 * 576 + 576 + 512),
-        (True, "fp8", 576 + 512),
-        (False, "bf16", 2 * 576 + (576 + 2 * 576) + 2 * (576 + 512)),
-    ],
-)
-def test_bytes_of_a_cached_token(device, contiguous, matmul, expected):
-    """What does not depend on the heads: the slope over context, at 0 heads."""
-    totals = {}
-    for heads in (4, 8):
-        for blocks in (4, 16):
-            pieces, batch, cache, _ = mla(
-                device, contiguous, matmul, lengths=[blocks * 128]
-            )
-            query = random(1, heads, LATENT + ROPE)
-            with ByteCounter() as counter:
-                decode_mla(pieces, query, cache, batch)
-            totals[heads, blocks] = counter.total
-    slope = {h: (totals[h, 16] - totals[h, 4]) / (12 * 128) for h in (4, 8)}
-    # The bias of each block, which no head has, is not of the cache either.
-    bias = 2
-    assert 2 * slope[4] - slope[8] - bias == pytest.approx(expected, abs=2)

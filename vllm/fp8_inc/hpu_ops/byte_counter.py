@@ -7,13 +7,15 @@
     print(counter.total)
 
 Views cost nothing; a tensor that is read through a view counts with the elements of
-the view, and an expanded dimension once. A gather reads what it returns.
+the view, and an expanded dimension once. A gather reads what it returns. torch.matmul
+is one operator, as on the device: on CPU it would copy the batches it broadcasts.
 """
 
 from collections import Counter
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -45,6 +47,16 @@ class ByteCounter(TorchDispatchMode):
         super().__init__()
         self.read: Counter[str] = Counter()
         self.written: Counter[str] = Counter()
+        self._products = _WholeProducts(self)
+        self._paused = False
+
+    def __enter__(self) -> "ByteCounter":
+        self._products.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._products.__exit__(*exception)
 
     @property
     def total(self) -> int:
@@ -56,6 +68,8 @@ class ByteCounter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self._paused:
+            return out
         operator = func.overloadpacket
         inputs = _tensors((args, kwargs))
         outputs = _tensors(out)
@@ -68,9 +82,38 @@ class ByteCounter(TorchDispatchMode):
         elif operator in _SCATTERS:
             read = sum(map(tensor_bytes, inputs[1:]))
             written = tensor_bytes(inputs[-1])
-        self.read[str(operator)] += read
-        self.written[str(operator)] += written
+        self._add(str(operator), read, written)
         return out
+
+    def _add(self, name: str, read: int, written: int) -> None:
+        self.read[name] += read
+        self.written[name] += written
+
+    def whole(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Runs a function and counts it as one operator."""
+        self._paused = True
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self._paused = False
+        read = sum(map(tensor_bytes, _tensors((args, kwargs))))
+        self._add(func.__name__, read, tensor_bytes(out))
+        return out
+
+
+class _WholeProducts(TorchFunctionMode):
+    """Sees torch.matmul before it is taken apart."""
+
+    def __init__(self, counter: ByteCounter) -> None:
+        super().__init__()
+        self.counter = counter
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func in (torch.matmul, torch.Tensor.matmul):
+            return self.counter.whole(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
