@@ -9,6 +9,7 @@ the second.
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     from soft_gaudi import compiling, graphs
     from vllm_gaudi.extension import runtime
 
+    start = time.monotonic()
     os.environ.update(job["env"])
     runtime.clear_config()  # the platform reads it before the worker clears it
     counts = (graphs.recorded.total(), len(compiling.compiled), core.mark_steps)
@@ -37,6 +39,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         }
     for name in job["env"]:
         del os.environ[name]
+    print(f"{job['options']} took {time.monotonic() - start:.1f} s", flush=True)
     names = ("graph_calls", "compiled", "mark_steps")
     now = (graphs.recorded.total(), len(compiling.compiled), core.mark_steps)
     return result | {
