@@ -152,12 +152,11 @@ def test_mla_agrees_with_the_cpu_backend(served, on_cpu):
 
 
 def test_gqa_agrees_with_the_cpu_backend(served, on_cpu, gqa_model):
+    """q and P are quantised on HPU only; another prompt's answer is off by some 1."""
     device, results = served
     expected = on_cpu(gqa_model, device)
-    other = "gaudi2" if device == "gaudi3" else "gaudi3"
     ours = divergence(expected, results["gqa"]["distributions"][0])
-    wrong = divergence(expected, on_cpu(gqa_model, other))
-    assert ours.median() < 0.3 * wrong.median()
+    assert ours.median() < 0.02 < divergence(expected, expected.roll(1, 0)).median()
 
 
 def test_every_layer_computes_with_the_scales_of_the_checkpoint(served, gqa_model):
