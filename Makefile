@@ -9,6 +9,7 @@ ARGS        ?=
 VENV        ?= .venv
 PYTHON      ?= python3
 TORCH_INDEX ?=
+VLLM_GAUDI  ?=
 
 PY    := $(VENV)/bin/python
 NAME  := $(notdir $(patsubst %/,%,$(MODEL)))
@@ -20,19 +21,21 @@ LINKED  := $(shell find vllm -name '*.py' -not -path 'vllm/fp8_inc/*')
 SOURCES := pyproject.toml upstream.toml $(wildcard tools/forkbuild/*.py) \
            $(wildcard patches/vllm/*) $(LINKED)
 STAMP   := $(VENV)/.installed
+HPU     := build/hpu/packages
 # One process a core: an engine of a test has one thread.
 PARALLEL := --numprocesses auto --dist loadfile
 
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test nightly bench lint clean
+.PHONY: help install serve test test-hpu nightly bench lint clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 	@echo
 	@echo 'Variables: PORT HOST MODEL DEVICE=gaudi2|gaudi3 ARGS="more server flags" VENV'
 	@echo '  EAGER= (empty: with torch.compile, which needs a C++ compiler and a minute)'
+	@echo '  VLLM_GAUDI=a checkout of vllm-gaudi at the commit in upstream.toml, for test-hpu'
 	@echo '  PYTHON, TORCH_INDEX=an index with the CPU build of torch, for machines'
 	@echo '  where pip would take the CUDA build of several GB'
 
@@ -59,6 +62,16 @@ serve: $(STAMP) ## an OpenAI server on MODEL with the fp8_inc cache
 
 test: $(STAMP) ## all tests but the slow ones
 	$(PY) -m pytest -m 'not slow' $(PARALLEL) $(ARGS)
+
+# Not into the virtual environment: see the requirements file.
+$(HPU): software_gaudi/requirements.txt $(STAMP)
+	$(PY) -m pip install --no-deps --upgrade --target $@ --requirement $<
+	touch $@
+
+test-hpu: $(STAMP) $(HPU) ## the HPU worker, with our patches, on a software Gaudi
+	@test -n '$(VLLM_GAUDI)' || { echo 'make test-hpu VLLM_GAUDI=/path/to/vllm-gaudi'; exit 2; }
+	$(PY) tools/patches.py check --vllm-gaudi $(VLLM_GAUDI)
+	VLLM_GAUDI=$(abspath $(VLLM_GAUDI)) $(PY) -m pytest tests/hpu $(ARGS)
 
 nightly: $(STAMP) ## all tests
 	$(PY) -m pytest $(PARALLEL) $(ARGS)

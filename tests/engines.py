@@ -105,7 +105,11 @@ def model_of(llm: Any) -> nn.Module:
 def attention_layers(llm: Any) -> list[nn.Module]:
     """Its attention layers, first to last."""
     modules = model_of(llm).modules()
-    return [module for module in modules if hasattr(module, "kv_cache_dtype")]
+    return [
+        module
+        for module in modules
+        if hasattr(module, "kv_cache_dtype") and hasattr(module, "impl")
+    ]
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -19,6 +19,7 @@ from forkbuild.rebase import rebase_report
 from forkbuild.table import stale_readmes
 from forkbuild.trees import WheelTree, open_tree
 from forkbuild.upstream import upstream_wheel
+from forkbuild.worker import exported_worker, write_worker
 
 PACKAGES = ("vllm", "vllm_gaudi")
 
@@ -41,16 +42,17 @@ def check(fork: Fork, args: argparse.Namespace) -> int:
     """Each patch against the pinned upstream; the overlay; the tables."""
     build = the_build(fork)
     check_overlay(overlay_files(fork.root), build.upstream.names)
-    found = problems(build.patches, build.upstream)
+    checked = [(build.patches, build.upstream)]
     if args.vllm_gaudi:
         folder = fork.root / "patches" / "vllm_gaudi"
-        found += problems(load_series(folder), open_tree(args.vllm_gaudi))
+        checked.append((load_series(folder), open_tree(args.vllm_gaudi)))
+    found = [line for patches, tree in checked for line in problems(patches, tree)]
     if not found:  # a table of unreadable headers says nothing new
         found = stale_tables(fork)
     for problem in found:
         print(problem)
-    if not found:
-        print(f"{len(build.patches)} patches apply to {build.upstream.label}")
+    for patches, tree in checked if not found else ():
+        print(f"{len(patches)} patches apply to {tree.label}")
     return bool(found)
 
 
@@ -63,14 +65,20 @@ def stale_tables(fork: Fork) -> list[str]:
 
 
 def export(fork: Fork, args: argparse.Namespace) -> int:
-    """The edits in build/dev become the patches."""
-    tree = DevTree(the_build(fork))
-    if not tree.exists:
-        raise ForkError("there is no build/dev to export; run `pip install -e .`")
-    changed = exported(tree)
+    """The edits in build/dev, or in a copy of the worker, become the patches."""
+    if args.worker:
+        checkout, place = args.worker
+        folder = fork.root / "patches" / "vllm_gaudi"
+        changed = exported_worker(checkout, place, load_series(folder))
+    else:
+        place = "build/dev"
+        tree = DevTree(the_build(fork))
+        if not tree.exists:
+            raise ForkError("there is no build/dev to export; run `pip install -e .`")
+        changed = exported(tree)
     verb = "differs from" if args.check else "written from"
     for patch, text in changed.items():
-        print(f"{patch.name}: {verb} build/dev")
+        print(f"{patch.name}: {verb} {place}")
         if not args.check:
             patch.path.write_bytes(text.encode("utf-8"))
     return bool(changed) and args.check
@@ -101,6 +109,15 @@ def rebase(fork: Fork, args: argparse.Namespace) -> int:
     return failed
 
 
+def worker(fork: Fork, args: argparse.Namespace) -> int:
+    """A checkout of vllm-gaudi becomes an importable folder, with the patches."""
+    folder = fork.root / "patches" / "vllm_gaudi"
+    patches = [] if args.unpatched else load_series(folder)
+    write_worker(args.checkout, args.out, patches)
+    print(f"{args.out}: {args.checkout} with {len(patches)} patches")
+    return 0
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -115,6 +132,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add.set_defaults(run=check)
     add = commands.add_parser("export", help="write the edits in build/dev to patches")
     add.add_argument("--check", action="store_true", help="fail if any would change")
+    add.add_argument(
+        "--worker",
+        type=Path,
+        nargs=2,
+        metavar=("CHECKOUT", "OUT"),
+        help="write the edits in OUT, made by `worker`, to patches/vllm_gaudi instead",
+    )
     add.set_defaults(run=export)
     add = commands.add_parser("table", help="write the tables in the READMEs")
     add.add_argument("--check", action="store_true", help="fail if any is stale")
@@ -123,6 +147,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add.add_argument("upstream", type=Path, help="a wheel, or a source folder")
     add.add_argument("--package", choices=PACKAGES, default="vllm")
     add.set_defaults(run=rebase)
+    add = commands.add_parser("worker", help="write a patched copy of the HPU worker")
+    add.add_argument("checkout", type=Path, help="a checkout of vllm-gaudi")
+    add.add_argument("out", type=Path, help="the folder to write, for PYTHONPATH")
+    add.add_argument("--unpatched", action="store_true", help="leave the patches out")
+    add.set_defaults(run=worker)
     return parser.parse_args(argv)
 
 

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from vllm.fp8_inc import hpu_worker
 from vllm.fp8_inc.environment import report_on_cpu
 from vllm.fp8_inc.scale_loader import ScaleLoader
 from vllm.fp8_inc.settings import Settings
@@ -51,12 +52,14 @@ def attach(
     from vllm.fp8_inc.plugin import QUANT_METHODS
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    on_hpu = hpu_worker.is_served_here()
+    if not (on_hpu or current_platform.is_cpu()):
         return
     quant_config = vllm_config.quant_config
     ours = isinstance(quant_config, ServedOnCpu)
     upstreams = not type(quant_config).__module__.startswith("vllm.fp8_inc.")
-    if quant_config and upstreams and quant_config.get_name() in QUANT_METHODS:
+    known = quant_config and not on_hpu
+    if known and upstreams and quant_config.get_name() in QUANT_METHODS:
         raise ValueError(
             "the entry point fp8_inc of vllm.general_plugins was not loaded; add "
             "fp8_inc to VLLM_PLUGINS, or unset it"
@@ -65,13 +68,17 @@ def attach(
         module.layer_name: module
         for module in model.modules()
         if getattr(module, "kv_cache_dtype", None) == CACHE_DTYPE
+        and hasattr(module, "layer_name")  # an implementation may be a module too
     }
     if not layers and Settings.of(vllm_config).legacy_scales:
         logger.warning_once(
             "fp8_inc: legacy_scales is not used: no layer has --kv-cache-dtype fp8_inc"
         )
     if layers:
-        report_on_cpu()
+        if on_hpu:
+            hpu_worker.prepare(layers.values())
+        else:
+            report_on_cpu()
         loader = ScaleLoader(layers, vllm_config, model_config)
         # Models that are never loaded (--load-format dummy) still can run.
         loader.set_unit_scales()

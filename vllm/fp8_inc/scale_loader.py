@@ -13,7 +13,7 @@ from vllm.fp8_inc.adjustment import Adjustment, resolve_adjustment
 from vllm.fp8_inc.layer_scales import LayerScales, is_mla
 from vllm.fp8_inc.quant_config import kv_scales
 from vllm.fp8_inc.ranks import tensor_parallel
-from vllm.fp8_inc.scales import AttentionScales, StaticScale
+from vllm.fp8_inc.scales import AttentionScales, StaticScale, give_scales
 from vllm.fp8_inc.settings import Settings
 from vllm.fp8_inc.sources.checkpoint import (
     declared_scheme,
@@ -93,7 +93,7 @@ class ScaleLoader:
         """Sets dequant_scale 1.0 on every layer."""
         unit = StaticScale.from_dequant(1.0, self.dtype)
         for layer in self.layers.values():
-            layer.module.impl.scales = AttentionScales(unit, unit, None, _UNIT_SCALES)
+            give_scales(layer.module, AttentionScales(unit, unit, None, _UNIT_SCALES))
 
     def keep_back(
         self, weights: Iterable[tuple[str, torch.Tensor]]
@@ -205,15 +205,15 @@ class ScaleLoader:
                 built = scales.scales(self.settings.format, self.dtype, source(layer))
             except ValueError as error:
                 raise ValueError(f"{self.model}: {layer}: {error}") from None
-            scales.module.impl.scales = built
+            give_scales(scales.module, built)
         for layer, target in self.targets.items():
-            impl = self.layers[layer].module.impl
-            impl.scales = replace(
+            shared = replace(
                 target.impl.scales,
                 q=None,
                 prob=None,
                 source=f"those of {target.layer_name}",
             )
+            give_scales(self.layers[layer].module, shared)
 
     def _file_of(self, key: str) -> str:
         return self.external.path if self.external else file_of(key, self.model)

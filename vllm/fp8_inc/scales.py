@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 _SMALLEST_NORMAL = 2.0**-126
 _LARGEST = 1e30
@@ -85,6 +86,19 @@ class AttentionScales:
     source: str
     prob: StaticScale | None = None
     q_latent: StaticScale | None = None
+
+
+def give_scales(layer: nn.Module, scales: AttentionScales) -> None:
+    """Hands scales to an attention layer.
+
+    Args:
+        layer: An Attention or MLAAttention. Its implementation keeps them as
+            ``scales``, and so do its pieces ``fp8_inc`` where it has some (on HPU).
+        scales: Of the cache that the layer reads.
+    """
+    layer.impl.scales = scales
+    if pieces := getattr(layer.impl, "fp8_inc", None):
+        pieces.load_scales(scales)
 
 
 def check_dequant_scale(value: float) -> None:

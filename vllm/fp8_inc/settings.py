@@ -45,12 +45,27 @@ class Settings(BaseModel):
         Raises:
             ValueError: Naming the key and the value that is not allowed.
         """
+        from vllm.platforms import current_platform
+
         config = vllm_config.additional_config
         options = config.get("fp8_inc", {}) if isinstance(config, dict) else {}
         try:
-            return cls.model_validate(options)
+            settings = cls.model_validate(options)
         except ValidationError as error:
             raise ValueError(
                 '--additional-config {"fp8_inc": ...}: '
                 f"{wrong_entries(error, 'fp8_inc')}"
             ) from None
+        return settings._on_hpu() if current_platform.device_type == "hpu" else settings
+
+    def _on_hpu(self) -> "Settings":
+        """The device is the one that is there; a wish for another is an error."""
+        from vllm.fp8_inc.hpu_device import hpu_format
+
+        device = hpu_format().name
+        if "device" in self.model_fields_set and self.device != device:
+            raise ValueError(
+                f'--additional-config {{"fp8_inc": {{"device": "{self.device}"}}}}: '
+                f"this is a {device}; leave the key out, it is for CPUs"
+            )
+        return self.model_copy(update={"device": device})

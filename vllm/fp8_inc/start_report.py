@@ -4,6 +4,7 @@
 
 from collections.abc import Mapping
 
+from vllm.fp8_inc import hpu_worker
 from vllm.fp8_inc.adjustment import Adjustment
 from vllm.fp8_inc.sources.hints import implausible, rounded_to_bfloat16
 from vllm.fp8_inc.sources.producers import Role
@@ -98,4 +99,5 @@ def _other_roles(found: Mapping[str, Mapping[Role, FoundScale]], mla: bool) -> s
             continue
         loaded = all(role in roles for roles in found.values())
         words.append(f"{role} {'loaded' if loaded else instead}")
-    return f"{', '.join(words)} (not quantised on CPU)"
+    where = "" if hpu_worker.is_served_here() else " (not quantised on CPU)"
+    return ", ".join(words) + where
