@@ -135,6 +135,26 @@ def test_inc_s_files_say_the_same(tmp_path, capfd, numbered, texts, kind):
         assert scale[role] == pytest.approx(amax / (240 / 4), rel=2**-8)
 
 
+@pytest.mark.slow
+def test_two_ranks_see_what_one_sees(
+    tmp_path, capfd, numbered, gqa, texts, monkeypatch
+):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    results = []
+    for ranks in ("1", "2"):
+        out = tmp_path / ranks
+        words = ["--dataset", texts, "--granularity", "head", "--num-prompts", "3"]
+        words += ["--tensor-parallel-size", ranks, "--method", "mse"]
+        done = call(capfd, "calibrate", gqa, "--output-dir", out, *words)
+        assert done.code == 0, done.err
+        results.append(result_of(out)["amax"])
+    for layer, roles in results[0].items():
+        for role, numbers in roles.items():
+            assert len(numbers) == (4 if role == "q" else 2)
+            # Sums in another order move a maximum by a step of bf16 or two.
+            assert results[1][layer][role] == pytest.approx(numbers, rel=2**-6)
+
+
 def test_old_scales_are_replaced(tmp_path, capfd, numbered, texts):
     path = checkpoint(tmp_path / "old", "gqa", fp8_dtype_flavor="float8_e4m3fnuz")
     out = tmp_path / "out"

@@ -160,6 +160,12 @@ def test_an_uncovered_k_pe_is_suspected(tmp_path, capfd, name, said):
     assert said in out
 
 
+def test_auto_round_s_last_batch_is_pointed_out(tmp_path, capfd):
+    path = checkpoint(tmp_path, "gqa", provider="auto-round")
+    out = call(capfd, "inspect", path).out
+    assert "of its last calibration batch only; their spread over layers is 1.91" in out
+
+
 def test_nothing_stored_is_said_with_the_way_out(tmp_path, capfd):
     config = llama_config()
     path = write(tmp_path, config, weights(config))

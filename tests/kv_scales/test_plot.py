@@ -11,9 +11,6 @@ import torch
 from tests.checkpoints import checkpoint, kv_scales, llama_config
 from tests.kv_scales.command import call, examples
 from tests.kv_scales.test_inspection import inc, legacy
-
-pytest.importorskip("matplotlib")
-
 from vllm.fp8_inc.plotting.figures import draw_error, draw_range, draw_scales
 from vllm.fp8_inc.plotting.source import read_source
 

@@ -77,15 +77,7 @@ def _work_folder(args: argparse.Namespace) -> Iterator[Path]:
 
 def _arm(arm: str, args: argparse.Namespace, folder: Folder, work: Path) -> Any:
     """Runs an arm, unless the work folder has it."""
-    model, data = Path(args.model), Path(args.text) if args.text else None
-    settings = json.dumps(
-        [
-            *(arm, str(model.resolve()), (model / "config.json").read_text()),
-            *(data.read_text() if data else args.tasks, args.limit, args.device),
-            args.max_model_len,
-        ]
-    )
-    digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
+    digest = _digest(args, folder)
     done = work / f"{arm}-{digest}.json"
     if done.exists():
         logger.info("kv-scales: %s: done before (%s)", arm, done)
@@ -101,7 +93,7 @@ def _arm(arm: str, args: argparse.Namespace, folder: Folder, work: Path) -> Any:
         result: Any = tasks.run_arm(args.model, options, args.tasks, args.limit)
     else:
         is_reference = arm == REFERENCE
-        kept = work / "hidden"
+        kept = work / f"hidden-{digest}"
         result = text.run_arm(
             args.model, options, args.text, args.limit or 10**9, kept, is_reference
         )
@@ -109,6 +101,21 @@ def _arm(arm: str, args: argparse.Namespace, folder: Folder, work: Path) -> Any:
     part.write_text(json.dumps(result))
     os.replace(part, done)
     return result
+
+
+def _digest(args: argparse.Namespace, folder: Folder) -> str:
+    """Tells apart what an arm was run with; shards by size and time."""
+    shards = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.shards]
+    data = Path(args.text).read_text() if args.text else _contents(args.tasks)
+    settings = [str(folder.path.resolve()), folder.config, shards, data]
+    settings += [args.limit, args.device, args.max_model_len, args.tensor_parallel_size]
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+
+
+def _contents(names: str) -> list[str]:
+    """Tasks by name, or by what their file says."""
+    files = map(Path, names.split(","))
+    return [f.read_text() if f.is_file() else str(f) for f in files]
 
 
 def _lines(table: Table) -> list[str]:
