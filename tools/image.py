@@ -20,7 +20,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "asked"  # not the image's own model name: flags must reach the server
-QUESTION = "Lena has 23 apples. Lena buys 45 more apples. How many apples does Lena have now?"
+QUESTION = (
+    "Lena has 23 apples. Lena buys 45 more apples. How many apples does Lena have now?"
+)
 ANSWER = "68"
 LOADED = "fp8_inc: KV scales of 4 of 4 layers"
 LOCKED = "--read-only --tmpfs /tmp --network none --cap-drop ALL".split()
@@ -41,9 +43,7 @@ def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     """A command's text output; SystemExit with it where the command fails."""
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if check and result.returncode:
-        raise SystemExit(
-            f"error: {' '.join(command)}:\n{result.stdout}{result.stderr}"
-        )
+        raise SystemExit(f"error: {' '.join(command)}:\n{result.stdout}{result.stderr}")
     return result
 
 
