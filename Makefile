@@ -28,7 +28,7 @@ PARALLEL := --numprocesses auto --dist loadfile
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-hpu nightly bench lint clean
+.PHONY: help install serve test test-hpu nightly bench lint image clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -84,6 +84,9 @@ lint: $(STAMP) ## style, the patches' rules, the patch tables
 	$(PY) -m ruff format --check .
 	$(PY) tools/patches.py check
 	$(PY) tools/patches.py export --check
+
+image: ## the cpu image: built, run locked up, asked a question (Docker or Podman)
+	$(PYTHON) tools/image.py $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) $(ARGS)
 
 clean: ## removes what the targets made, edits in build/dev included
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .venv

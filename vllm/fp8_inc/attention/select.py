@@ -4,7 +4,7 @@
 
 from typing import TYPE_CHECKING
 
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config_or_none
 
 if TYPE_CHECKING:
     from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -30,7 +30,8 @@ def cpu_backend(config: "AttentionSelectorConfig") -> str | None:
             )
         return "vllm.fp8_inc.attention.mla_cpu.CPUMLABackend"
     if config.kv_cache_dtype != "fp8_inc":
-        if get_current_vllm_config().cache_config.cache_dtype != "fp8_inc":
+        engine = get_current_vllm_config_or_none()
+        if engine is None or engine.cache_config.cache_dtype != "fp8_inc":
             return None
         # A layer of kv_cache_dtype_skip_layers among others with an FP8 cache.
         return "vllm.fp8_inc.attention.mha_unquantized.CPUUnquantizedBackend"
