@@ -43,7 +43,7 @@ help: ## this list
 # compiles no bytecode for the 2,400 files of which most are never imported.
 $(STAMP): $(SOURCES)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install $(INDEX) --editable '.[test,lint]'
+	$(PY) -m pip install $(INDEX) --editable '.[test,lint,kv-scales]'
 	touch $@
 
 install: $(STAMP) ## the virtual environment, with everything below in it
