@@ -17,7 +17,7 @@ from tests.checkpoints import (
     weights,
     write,
 )
-from tests.engines import acting, engine, loaded
+from tests.engines import acting, attention_layers, engine, loaded
 from tests.kv_scales.command import call, examples
 from tests.kv_scales.numbered import Numbered
 from vllm.fp8_inc.calibration import measure
@@ -61,11 +61,14 @@ def test_a_walk_from_bf16_to_served(tmp_path, capfd):
     assert (result["made_for"], result["attention"]) == ("gaudi2", "MLA")
     with engine(str(out), max_model_len=64) as llm:
         found = loaded(llm)
+        absorbed = [layer.impl.scales.q_latent for layer in attention_layers(llm)]
     for n, layer in enumerate(found):
         amax = result["amax"][f"layers.{n}"]
         row = max(amax["kv_c"] + amax["k_pe"])
         assert layer["k"] == acting(row / 240 * (240 / 448))
         assert layer["q"] == acting(max(amax["q"]) / 240 * (240 / 448))
+        of_decode = acting(max(amax["q_latent"]) / 240 * (240 / 448))
+        assert absorbed[n].dequant_scale.item() == of_decode
     shown = call(capfd, "inspect", out, "--strict")
     assert shown.code == 0 and "loads 4 of 4" in shown.out
     assert not list(tmp_path.glob("*.calibration.json"))
@@ -110,6 +113,10 @@ def test_per_head_scales_are_written_with_their_shape(
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["kv_cache_scheme"]["strategy"] == "attn_head"
     assert not (out / "model.safetensors").samefile(Path(gqa) / "model.safetensors")
+    with engine(str(out)) as llm:
+        served = attention_layers(llm)[1].impl.scales
+    assert served.k.dequant_scale.tolist() == [acting(x / 448) for x in amax["k"]]
+    assert served.q.dequant_scale.tolist() == [acting(x / 448) for x in amax["q"]]
 
 
 @pytest.mark.parametrize("kind", ["mla", "gqa"])
