@@ -8,6 +8,7 @@ import torch
 
 from tests import device_numbers
 from tests.device_numbers import MAXIMUM, to_numpy
+from vllm.fp8_inc.attention.hpu_cache import Fp8KVCache
 from vllm.fp8_inc.formats import FORMATS
 from vllm.fp8_inc.scales import AttentionScales, StaticScale
 
@@ -107,6 +108,12 @@ def batch_of(lengths: list[int], contiguous: bool, padding: int = 2) -> Batch:
     )
 
 
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normally distributed bfloat16."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).bfloat16()
+
+
 def empty_cache(batch: Batch, *shape: int) -> torch.Tensor:
     """An FP8 cache [slots, *shape] with stale numbers, as after other requests."""
     generator = torch.Generator().manual_seed(9)
@@ -114,6 +121,13 @@ def empty_cache(batch: Batch, *shape: int) -> torch.Tensor:
         0, 0x70, (batch.num_blocks * BLOCK, *shape), generator=generator
     )
     return codes.to(torch.uint8).view(FP8)
+
+
+def written_cache(rows: torch.Tensor, scale: StaticScale, batch: Batch) -> torch.Tensor:
+    """An FP8 cache with the rows of a batch, written by our writer."""
+    module = Fp8KVCache(use_contiguous_pa=False)
+    module.scale.load(scale)
+    return module(rows, empty_cache(batch, *rows.shape[1:]), batch.slots)
 
 
 def cached_values(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.device_numbers import MAXIMUM
-from tests.hpu.scenes import BLOCK, batch_of, empty_cache, format_of, scales
+from tests.hpu.scenes import BLOCK, batch_of, empty_cache, format_of, random, scales
 from vllm.fp8_inc.attention.mha_cpu import CPUFp8Impl, planes
 from vllm.fp8_inc.attention.mha_hpu import MHAPieces
 from vllm.fp8_inc.attention.mla_cpu import CPUMLAImpl
@@ -21,11 +21,6 @@ SCALE = 0.08
 # The CPU quantises neither q nor P. Median over positions and channels, relative to the
 # mean magnitude of the output.
 BOUND = {"fp8": 0.05, "bf16": 0.008}
-
-
-def random(*shape, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).bfloat16()
 
 
 def block_tables(batch):

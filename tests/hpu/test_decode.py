@@ -15,6 +15,7 @@ from tests.hpu.scenes import (
     empty_cache,
     format_of,
     on_grid,
+    random,
     relative_error,
     scales,
     static,
@@ -29,11 +30,6 @@ SCALE = 192**-0.5
 # Against the q that was cast. P has 3 bits of mantissa, 2.6 % in the norm; in bf16 the
 # logits are rounded to 2^-9 of their size, which is that of a bf16 cache too.
 BOUND = {"fp8": 0.035, "bf16": 0.012}
-
-
-def random(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).bfloat16()
 
 
 def mla(device, contiguous, matmul="fp8", layer_scales=None, lengths=LENGTHS):
@@ -135,6 +131,18 @@ def test_the_q_of_the_decode_has_its_own_scale(device):
     assert errors[0.7] > 0.2  # clips
 
 
+def test_q_of_the_prefill_does_not_reach_the_decode(device):
+    pieces = MLAPieces(format_of(device), False)
+    layer = scales(0.1, q=0.2)
+    pieces.load_scales(layer)
+    assert pieces.decode.q_scale is None
+    object.__setattr__(layer, "q_latent", static(0.3))
+    pieces.load_scales(layer)
+    assert pieces.decode.q_scale.dequant_scale == static(0.3).dequant_scale
+    assert pieces.prompt.scales["q"].dequant_scale == static(0.2).dequant_scale
+    assert list(pieces.prompt.scales) == ["q"]
+
+
 @pytest.mark.parametrize("blocks", [16, 64])
 @pytest.mark.parametrize("spread", [0.0, 1.0])
 def test_many_blocks(device, blocks, spread):
@@ -167,9 +175,11 @@ def test_padding_cannot_spoil_the_batch(device):
 
 
 def test_block_weights_are_the_softmax_over_a_sequence():
-    logits = random(5, 3, 7, seed=4).float() * 30
-    groups = torch.tensor([0, 0, 1, 2, 0])  # 2: padding
-    mapping = torch.tensor([[1, 0], [1, 0], [0, 1], [0, 0], [1, 0]]).bfloat16()
+    logits = random(6, 3, 7, seed=4).float() * 30
+    groups = torch.tensor([0, 0, 1, 2, 0, 2])  # 2: padding
+    logits[5] -= 500  # whose weight underflows beside the other padding
+    rows = [[1, 0], [1, 0], [0, 1], [0, 0], [1, 0], [0, 0]]
+    mapping = torch.tensor(rows).bfloat16()
     maximum = logits.amax(-1)
     sums = (logits - maximum[..., None]).exp().sum(-1)
     weights = block_weights(maximum, sums, mapping, groups)

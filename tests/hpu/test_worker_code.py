@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.hpu_worker import WorkerCache, WorkerDecode
 from tests.device_numbers import MAXIMUM
-from tests.hpu.scenes import BLOCK, batch_of, empty_cache, relative_error
+from tests.hpu.scenes import BLOCK, batch_of, empty_cache, random, relative_error
 from vllm.fp8_inc.hpu_ops import ByteCounter
 
 CHECKOUT = os.environ.get("VLLM_GAUDI")
@@ -75,11 +75,6 @@ def worker(device, monkeypatch):
     yield SimpleNamespace(utils=utils, ops=ops, config=config)
     for name in names:
         sys.modules.pop(f"vllm_gaudi.extension.{name}", None)
-
-
-def random(*shape, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).bfloat16()
 
 
 def decode_with(worker, kind, scales, arguments):

@@ -48,8 +48,10 @@ class PromptAttention(nn.Module):
         """
         self.prob_scale.load(probability_scale(scales, self.format))
         for role, scale in static.items():
-            if scale is None or scale.quant_scale.dim():
-                self.scales.pop(role) if role in self.scales else None
+            measured = scale is None or scale.quant_scale.dim() > 0
+            if measured and role in self.scales:
+                del self.scales[role]
+            if measured:
                 continue
             if role not in self.scales:
                 device = self.prob_scale.quant_scale.device

@@ -7,6 +7,7 @@ would compile one recipe a value. Not nn.Parameter, whose values vLLM's loader e
 in the checkpoint and its dummy loader fills with noise; buffers also survive a sleep.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -109,7 +110,7 @@ def probability_scale(scales: AttentionScales, fmt: Fp8Format) -> StaticScale:
     was below 1 it would clip, so it is capped.
     """
     dtype = scales.k.quant_scale.dtype
-    largest = 2.0 ** int(torch.tensor(fmt.max).log2().floor())
+    largest = 2.0 ** math.floor(math.log2(fmt.max))
     if scales.prob is None or bool((scales.prob.quant_scale > fmt.max).any()):
         return StaticScale.from_dequant(1.0 / largest, dtype)
     return scales.prob
