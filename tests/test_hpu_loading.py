@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
+"""What differs on HPU when scales are loaded, without a worker."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from vllm.fp8_inc import hpu_ops, hpu_worker
+from vllm.fp8_inc.scales import AttentionScales, StaticScale, give_scales
+from vllm.fp8_inc.settings import Settings
+from vllm.platforms import current_platform
+
+
+@pytest.fixture
+def on_hpu(monkeypatch):
+    monkeypatch.setattr(current_platform, "device_type", "hpu")
+    monkeypatch.delenv("QUANT_CONFIG", raising=False)
+
+
+def layer(target: str | None = None) -> nn.Module:
+    """An attention layer as a quantisation method of vLLM leaves it."""
+    module = nn.Module()
+    module.quant_method = object()
+    for name in ("q_scale", "k_scale", "v_scale", "prob_scale"):
+        setattr(module, name, nn.Parameter(torch.tensor(-1.0), requires_grad=False))
+    module.kv_sharing_target_layer_name = target
+    module.impl = SimpleNamespace()
+    return module
+
+
+def scales() -> AttentionScales:
+    k, v, q = (StaticScale.from_dequant(s, torch.bfloat16) for s in (0.1, 0.2, 0.3))
+    return AttentionScales(k, v, q, "test")
+
+
+def settings(**options) -> Settings:
+    return Settings.of(SimpleNamespace(additional_config={"fp8_inc": options}))
+
+
+def test_vllm_keeps_no_scales_of_its_own():
+    module = layer()
+    hpu_worker.prepare({"layers.0": module})
+    assert module.quant_method is None
+    assert not dict(module.named_parameters())
+
+
+def test_a_layer_that_reads_another_ones_cache_gets_its_scales():
+    writer, reader = layer(), layer("layers.0")
+    given = hpu_worker.prepare({"layers.0": writer, "layers.1": reader})
+    assert given == {"layers.0": writer}
+    give_scales(writer, scales())
+    assert reader.impl.scales.k.dequant_scale == writer.impl.scales.k.dequant_scale
+    assert reader.impl.scales.v.dequant_scale == writer.impl.scales.v.dequant_scale
+    assert reader.impl.scales.q is None  # it has a query of its own
+
+
+def test_scales_reach_the_pieces_of_an_implementation():
+    module, loaded = layer(), []
+    module.impl.fp8_inc = SimpleNamespace(load_scales=loaded.append)
+    given = scales()
+    give_scales(module, given)
+    assert loaded == [given]
+
+
+def test_the_device_is_the_one_that_is_there(on_hpu):
+    with hpu_ops.emulate("gaudi2"):
+        assert settings().device == "gaudi2"
+        assert settings(device="gaudi2").device == "gaudi2"
+        with pytest.raises(ValueError, match="this is a gaudi2; leave the key out"):
+            settings(device="gaudi3")
+
+
+def test_layers_are_ours_on_hpu_unless_inc_has_them(on_hpu, monkeypatch):
+    assert hpu_worker.is_served_here()
+    monkeypatch.setenv("QUANT_CONFIG", "measure.json")
+    assert not hpu_worker.is_served_here()
