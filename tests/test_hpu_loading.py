@@ -20,13 +20,12 @@ def on_hpu(monkeypatch):
     monkeypatch.delenv("QUANT_CONFIG", raising=False)
 
 
-def layer(target: str | None = None) -> nn.Module:
+def layer() -> nn.Module:
     """An attention layer as a quantisation method of vLLM leaves it."""
     module = nn.Module()
     module.quant_method = object()
     for name in ("q_scale", "k_scale", "v_scale", "prob_scale"):
         setattr(module, name, nn.Parameter(torch.tensor(-1.0), requires_grad=False))
-    module.kv_sharing_target_layer_name = target
     module.impl = SimpleNamespace()
     return module
 
@@ -42,19 +41,9 @@ def settings(**options) -> Settings:
 
 def test_vllm_keeps_no_scales_of_its_own():
     module = layer()
-    hpu_worker.prepare({"layers.0": module})
+    hpu_worker.prepare([module])
     assert module.quant_method is None
     assert not dict(module.named_parameters())
-
-
-def test_a_layer_that_reads_another_ones_cache_gets_its_scales():
-    writer, reader = layer(), layer("layers.0")
-    given = hpu_worker.prepare({"layers.0": writer, "layers.1": reader})
-    assert given == {"layers.0": writer}
-    give_scales(writer, scales())
-    assert reader.impl.scales.k.dequant_scale == writer.impl.scales.k.dequant_scale
-    assert reader.impl.scales.v.dequant_scale == writer.impl.scales.v.dequant_scale
-    assert reader.impl.scales.q is None  # it has a query of its own
 
 
 def test_scales_reach_the_pieces_of_an_implementation():

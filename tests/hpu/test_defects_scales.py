@@ -6,6 +6,7 @@ Each test shows a defect on the lines of vllm-gaudi 091bbadd that matter, and it
 absence here. Numbered as in docs/hpu.md; the others are in test_defects.py.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +38,7 @@ from tests.hpu.scenes import (
 )
 from vllm.fp8_inc.adjustment import resolve_adjustment
 from vllm.fp8_inc.attention.hpu_cache import read_slots
-from vllm.fp8_inc.attention.hpu_scales import DeviceScale, with_cache_of
+from vllm.fp8_inc.attention.hpu_scales import DeviceScale
 from vllm.fp8_inc.attention.mha_hpu import MHAPieces
 from vllm.fp8_inc.formats import GAUDI3
 
@@ -125,7 +126,7 @@ def test_10_a_shared_cache_is_dequantised(device):
     assert relative_error(worker, rows.float()) > 1
     reader = MHAPieces(format_of(device), False)
     own = scales(1.0, 1.0, q=0.5)
-    reader.load_scales(with_cache_of(own, target))
+    reader.load_scales(replace(own, k=target.k, v=target.v))
     back = read_slots(reader.k_cache, cache, batch.slots)
     assert back.dtype == torch.bfloat16
     assert relative_error(back, rows.float()) < 0.04

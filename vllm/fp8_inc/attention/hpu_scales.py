@@ -8,7 +8,6 @@ in the checkpoint and its dummy loader fills with noise; buffers also survive a 
 """
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -114,8 +113,3 @@ def probability_scale(scales: AttentionScales, fmt: Fp8Format) -> StaticScale:
     if scales.prob is None or bool((scales.prob.quant_scale > fmt.max).any()):
         return StaticScale.from_dequant(1.0 / largest, dtype)
     return scales.prob
-
-
-def with_cache_of(scales: AttentionScales, target: AttentionScales) -> AttentionScales:
-    """The scales of a layer that reads the cache which ``target``'s layer wrote."""
-    return replace(scales, k=target.k, v=target.v)

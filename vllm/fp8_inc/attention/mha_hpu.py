@@ -33,8 +33,7 @@ class MHAPieces(nn.Module):
     def load_scales(self, scales: AttentionScales) -> None:
         """Takes the scales of the layer, at the start and at each reload.
 
-        For a layer that shares the cache of another, k and v must be that layer's:
-        hpu_scales.with_cache_of.
+        For a layer that shares the cache of another, k and v must be that layer's.
         """
         self.k_cache.scale.load(scales.k)
         self.v_cache.scale.load(scales.v)
