@@ -74,7 +74,7 @@ def test_everything_of_the_fp8_path_is_replaced(device, matmul, kind, contiguous
     assert all(isinstance(getattr(impl, name), PlainMatmul) for name in PRODUCTS)
     fused = impl.fused_scaled_dot_product_attention
     assert isinstance(fused, PromptAttention) and fused.matmul == matmul
-    hpu_seams.load_scales(impl, scales(0.1, 0.2, 0.3))
+    impl.fp8_inc.load_scales(scales(0.1, 0.2, 0.3))
     assert not any(buffer.isnan().any() for buffer in impl.buffers())
     x = torch.eye(2)
     assert torch.equal(impl.matmul_qk(x, x * 2), x * 2)

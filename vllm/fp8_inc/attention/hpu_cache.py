@@ -68,22 +68,3 @@ class Fp8KVCache(nn.Module):
         By block id always: these blocks are scattered, contiguous PA or not.
         """
         return self.scale.dequantize(cache.index_select(0, blocks), torch.bfloat16)
-
-    def read_slots(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Returns single rows, bfloat16: what a layer reads that shares the cache."""
-        return self.scale.dequantize(cache.index_select(0, slots), torch.bfloat16)
-
-
-def read_slots(
-    module: nn.Module, cache: torch.Tensor, slots: torch.Tensor
-) -> torch.Tensor:
-    """Reads rows of a shared cache, FP8 or not.
-
-    Args:
-        module: The worker's cache module of the layer that reads.
-        cache: [slots, ...].
-        slots: [tokens].
-    """
-    if isinstance(module, Fp8KVCache):
-        return module.read_slots(cache, slots)
-    return cache.index_select(0, slots)

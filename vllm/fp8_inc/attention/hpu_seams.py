@@ -9,7 +9,6 @@ from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.fp8_inc.attention import mha_hpu, mla_hpu
 from vllm.fp8_inc.hpu_device import hpu_format
-from vllm.fp8_inc.scales import AttentionScales
 from vllm.fp8_inc.settings import Settings
 
 
@@ -36,8 +35,3 @@ def _paged_attention(impl: nn.Module, upstream: Any, install: Any) -> Any:
     settings = Settings.of(get_current_vllm_config())
     impl.fp8_inc = install(impl, hpu_format(), settings.hpu_matmul)
     return impl.fp8_inc.decode
-
-
-def load_scales(impl: nn.Module, scales: AttentionScales) -> None:
-    """Hands the scales of a layer to its pieces, at the start and at each reload."""
-    impl.fp8_inc.load_scales(scales)
