@@ -13,13 +13,13 @@ import shlex
 from pathlib import Path
 
 import pytest
-from vllm.entrypoints.openai.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import image
 import patches
 from forkbuild.fork import Fork
+from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.fp8_inc import adjustment, environment, quant_config
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 ROOT = Path(__file__).resolve().parents[2]
 FORK = Fork(ROOT)
