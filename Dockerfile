@@ -23,12 +23,13 @@ ARG VLLM_PRECOMPILED_WHEEL_LOCATION
 
 # --- cpu: an environment with the wheel and what it requires ------------------------
 FROM source AS cpu-environment
-# torch on the Python package index is the CUDA build of several GB.
+# torch on the Python package index is the CUDA build of several GB. xgrammar asks for
+# triton, 1 GB that only a GPU uses; vLLM and xgrammar do without it on CPU.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     /opt/vllm/bin/pip install --no-cache-dir \
         ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} . \
-    && /opt/vllm/bin/pip uninstall --yes pip \
+    && /opt/vllm/bin/pip uninstall --yes triton pip \
     && rm -r build
 
 # --- gaudi: two wheels, vLLM without compiled files and the patched worker ----------

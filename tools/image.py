@@ -76,7 +76,7 @@ def build(engine: str, args: argparse.Namespace) -> None:
     command = [engine, "build", "--target", args.target, "--tag", args.tag]
     for arg in [f"REVISION={revision.strip() or 'unknown'}", *args.build_arg]:
         command += ["--build-arg", arg]
-    paths = host_paths(values)
+    paths = [*host_paths(values), *args.mount]
     if engine == "podman":
         command += ["--format", "docker"]  # the OCI format has no health check
         for path in paths:
@@ -166,6 +166,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tag", help="the image; default: vllm-fp8-inc:TARGET")
     parser.add_argument("--engine", choices=("docker", "podman"))
     parser.add_argument("--build-arg", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument(
+        "--mount", action="append", default=[], help="a path that the build sees too"
+    )
     parser.add_argument("--run-option", action="append", default=[], metavar="OPTION")
     parser.add_argument("--no-build", action="store_true", help="the image is there")
     parser.add_argument(
