@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """Scales reach every layer of a real engine, or the start says why not."""
 
-
 import pytest
 import torch
 

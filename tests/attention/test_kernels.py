@@ -125,8 +125,8 @@ def test_decode_rounds_nothing_but_the_result(stored, dtype):
     assert compare(shape, dtype) < 2.5e-3
 
 
-@settings(max_examples=15, deadline=None)
-@given(shapes(), st.integers(2, 5), st.lists(st.integers(900, 1500), max_size=2))
+@settings(max_examples=10, deadline=None)
+@given(shapes(), st.integers(2, 3), st.lists(st.integers(900, 1500), max_size=2))
 def test_pieces_of_long_sequences_are_joined(shape, threads, long):
     """With the pieces and the threads of a machine with more cores."""
     shape["lengths"] = shape["lengths"] + long
@@ -242,7 +242,7 @@ cache = torch.zeros(40, 16, 32, dtype=torch.uint8)
 before = len(os.listdir("/proc/self/task"))
 mla.threads_for = lambda operations: torch.get_num_threads()
 q, table = torch.ones(1, 4, 16), torch.arange(40, dtype=torch.int32)[None]
-out = mla.decode_latents(q, q, cache, table, torch.tensor([640]), 1.0, 1.0, GAUDI3)
+out = mla.decode_latents(q, q, cache, table, torch.tensor([640], dtype=torch.int32), 1.0, 1.0, GAUDI3)
 after = len(os.listdir("/proc/self/task"))
 print(mla._kernel.from_disk, writers.latents.from_disk, torch.get_num_threads(),
       after - before, out.abs().sum().item())
