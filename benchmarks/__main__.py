@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """Runs every benchmark: ``make bench``."""
 
-from benchmarks import accuracy, scale_names, weight_conversion
+from benchmarks import accuracy, kernels, scale_names, weight_conversion
 
 if __name__ == "__main__":
     scale_names.main()
     weight_conversion.main()
+    kernels.main()
     accuracy.main()
