@@ -2,10 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """The numba kernels against torch in float64 and ml_dtypes, on shapes by hypothesis."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -229,55 +225,3 @@ def test_heads_are_written(threads, per_head, monkeypatch):
             expected = device_numbers.cast(x[token], s.numpy(), "gaudi2")
             np.testing.assert_array_equal(plane.numpy(), expected)
     assert cache.count_nonzero() <= (tokens - 1) * heads * 2 * size
-
-
-_START = """
-import os, torch
-torch.set_num_threads(3)
-torch.randn(400, 400) @ torch.randn(400, 400)
-from vllm.fp8_inc.attention.kernels import mla, writers
-from vllm.fp8_inc.formats import GAUDI3
-mla.load()
-cache = torch.zeros(40, 16, 32, dtype=torch.uint8)
-before = len(os.listdir("/proc/self/task"))
-mla.threads_for = lambda operations: torch.get_num_threads()
-q, table = torch.ones(1, 4, 16), torch.arange(40, dtype=torch.int32)[None]
-lengths = torch.tensor([640], dtype=torch.int32)
-out = mla.decode_latents(q, q, cache, table, lengths, 1.0, 1.0, GAUDI3)
-after = len(os.listdir("/proc/self/task"))
-print(mla._kernel.from_disk, writers.latents.from_disk, torch.get_num_threads(),
-      after - before, out.abs().sum().item())
-"""
-
-
-def start(folder, **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", _START],
-        env=os.environ | {"VLLM_CACHE_ROOT": str(folder)} | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
-@pytest.mark.slow
-def test_a_second_start_compiles_nothing_and_no_thread_is_added(tmp_path):
-    assert start(tmp_path)[:2] == ["False", "False"]
-    assert start(tmp_path) == ["True", "True", "3", "0", "0.0"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    sys.platform != "linux" or os.uname().machine != "x86_64", reason="x86"
-)
-def test_a_cpu_with_avx2_only_does_not_abort(tmp_path):
-    features = "+avx2,+avx,+fma,+f16c,+sse4.2,+bmi2,+popcnt"
-    out = start(tmp_path, NUMBA_CPU_NAME="haswell", NUMBA_CPU_FEATURES=features)
-    assert out[4] == "0.0"
-
-
-@pytest.mark.slow
-def test_a_cpu_without_f16c_is_refused(tmp_path):
-    with pytest.raises(AssertionError, match="need a CPU with F16C"):
-        start(tmp_path, NUMBA_CPU_NAME="nehalem", NUMBA_CPU_FEATURES="+sse4.2")
