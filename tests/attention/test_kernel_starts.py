@@ -67,7 +67,8 @@ _SIXTEEN_LANES = """
 from vllm.fp8_inc.attention.kernels import vectors
 vectors.LANES = 16
 from tests.attention.test_kernels import compare
-for lengths, heads, latent in (([1, 300, 47], 16, 512), ([5], 3, 48), ([100, 7], 37, 112)):
+shapes = ([1, 300, 47], 16, 512), ([5], 3, 48), ([100, 7], 37, 112)
+for lengths, heads, latent in shapes:
     for stored in ("gaudi2", "bfloat16"):
         error = compare(dict(
             stored=stored, lengths=lengths, heads=heads, latent=latent, rope=48,
