@@ -45,7 +45,7 @@ def test_mla(device, contiguous, matmul):
 
     cpu = object.__new__(CPUMLAImpl)
     cpu.kv_lora_rank, cpu.scale, cpu.format = LATENT, SCALE, format_of(device)
-    cpu.scales = layer
+    cpu.scales, cpu.qk_rope_head_dim = layer, ROPE
     cpu_cache = empty_cache(batch, LATENT + ROPE).view(-1, BLOCK, LATENT + ROPE)
     cpu.do_kv_cache_update(
         latent[:, :LATENT], latent[:, None, LATENT:], cpu_cache, batch.slots, "", None
