@@ -77,8 +77,8 @@ def decode_latents(
         rope_query: [sequences, heads, rope], as latent_query.
         cache: [blocks, block_size, latent + rope]: uint8 codes, bfloat16, float16 or
             float32. The last dimension is contiguous.
-        block_table: [sequences, blocks of the longest] int32.
-        lengths: [sequences] int32, tokens in the cache.
+        block_table: [sequences, blocks of the longest], integers.
+        lengths: [sequences], integers; tokens in the cache.
         logit_scale: Multiplies the logits.
         dequant_scale: x = q * dequant_scale; for uint8 only.
         fmt: The flavour of FP8 codes.
@@ -86,6 +86,10 @@ def decode_latents(
     Returns:
         [sequences, heads, latent] in the dtype of the query.
     """
+    # What the kernel reads; vLLM's are so already.
+    block_table, lengths = block_table.int(), lengths.int().contiguous()
+    if block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
     sequences, heads, latent = latent_query.shape
     rope = rope_query.shape[-1]
     kind, query_kind = KINDS[cache.dtype], KINDS[latent_query.dtype]

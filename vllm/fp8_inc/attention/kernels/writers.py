@@ -55,11 +55,12 @@ def write_latents(
         rope: [tokens, rope], as latent.
         cache: [blocks, block_size, latent + rope], written: uint8 for codes, or
             bfloat16, float16 or float32.
-        slots: [tokens] int64, block * block_size + offset; -1: not written.
+        slots: [tokens], block * block_size + offset; -1: not written.
         quant_scale: q = cast(x * quant_scale), in the dtype of the activations; for
             uint8 only.
         fmt: The flavour of codes.
     """
+    slots = slots.flatten().long()  # what the kernel reads; vLLM's are so already
     size = cache.shape[-1]
     itemsize = latent.element_size()
     threads = threads_for(len(slots) * size * _COST)
@@ -105,11 +106,12 @@ def write_heads(
         cache: [blocks, kv_heads, block_size, 2 * head_size] uint8, written: in each
             head of a block K as [head_size, block_size], then V as
             [block_size, head_size].
-        slots: [tokens] int64, -1: not written.
+        slots: [tokens]; -1: not written.
         key_scales: [] or [kv_heads] quant scales; q = cast(x * quant_scale).
         value_scales: As key_scales.
         fmt: The flavour of codes.
     """
+    slots = slots.flatten().long()
     _, heads, block_size, _ = cache.shape
     key_scales, value_scales = key_scales.float(), value_scales.float()
     itemsize = key.element_size()
