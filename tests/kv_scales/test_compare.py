@@ -50,6 +50,16 @@ def forced_nll(path: str, texts: Path) -> list[list[float]]:
     return result
 
 
+def test_a_model_of_nan_is_an_error_and_no_number(tmp_path, capfd, numbered, texts):
+    config = llama_config()
+    tensors = weights(config)
+    tensors["model.norm.weight"][3] = torch.nan
+    path = write(tmp_path / "m", config, tensors)
+    done = call(capfd, "compare", path, "--text", texts, "--format", "json")
+    assert (done.code, done.out) == (1, "")
+    assert "texts.txt, text 1: the model gives no probability to token 2" in done.err
+
+
 def test_a_scale_that_saturates_is_seen(tmp_path, capfd, numbered, texts):
     scales = {k: s / 2000 for k, s in kv_scales(llama_config()).items()}
     path = checkpoint(tmp_path / "m", "gqa", scales)

@@ -63,7 +63,9 @@ def run_arm(
             path = str(kept / f"{n}.safetensors")
             files = (path, None) if is_reference else (None, path)
             workers = llm.collective_rpc("kv_forced_take", args=(prompt, *files))
-            results.append(next(found for found in workers if found["nll"]))
+            found = next(found for found in workers if found["nll"])
+            _check_finite(found["nll"], f"{text}, text {n + 1}")
+            results.append(found)
         llm.collective_rpc("kv_forced_stop")
     return results
 
@@ -99,6 +101,16 @@ def table(arms: dict[str, list[dict[str, list[float]]]]) -> Table:
             )
         )
     return Table(COLUMNS, rows)
+
+
+def _check_finite(nll: list[float], where: str) -> None:
+    bad = [n for n, x in enumerate(nll) if not math.isfinite(x)]
+    if bad:
+        raise ValueError(
+            f"{where}: the model gives no probability to token {bad[0] + 2} of "
+            f"{len(nll) + 1} ({nll[bad[0]]}). Look at the weights and, where bf16 is "
+            "well, at the scales (`vllm kv-scales inspect`)"
+        )
 
 
 def _means(results: list[dict[str, list[float]]]) -> list[float]:
