@@ -46,9 +46,16 @@ def variants(row: Producer, kind: str) -> Iterator[Tensors]:
         yield way | rest
 
 
+# Every row in one kind of model; in the other one at night.
 CASES = [
-    pytest.param(row, kind, tensors, id=f"{row.name}, {kind}, {next(iter(tensors))}")
-    for row in PRODUCERS
+    pytest.param(
+        row,
+        kind,
+        tensors,
+        id=f"{row.name}, {kind}, {next(iter(tensors))}",
+        marks=[pytest.mark.slow] if kind == ("MHA", "MLA")[n % 2] else [],
+    )
+    for n, row in enumerate(PRODUCERS)
     for kind in BUILDERS
     for tensors in variants(row, kind)
 ]

@@ -14,7 +14,9 @@ from tests.e2e.test_server import QUESTIONS
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("device", ["gaudi2", "gaudi3"])
+@pytest.mark.parametrize(
+    "device", ["gaudi2", pytest.param("gaudi3", marks=pytest.mark.slow)]
+)
 def test_the_embedded_model_answers_with_scales_of_inc(tmp_path, device):
     calibrated = load_file(EXAMPLES / "tiny-deepseek-v2-fp8" / "model.safetensors")
     nodes = {}

@@ -177,6 +177,7 @@ def test_old_scales_are_replaced(tmp_path, capfd, numbered, texts):
     assert rows[0]["amax"] == pytest.approx(result["amax"]["layers.0"]["q"][0])
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_nothing_and_goes_on(
     tmp_path, capfd, numbered, gqa, texts, monkeypatch
 ):
