@@ -20,8 +20,15 @@ import pytest
 @pytest.fixture
 def caplog_vllm(caplog):
     """caplog with the records of vLLM's loggers, which do not propagate."""
-    import vllm.logger  # noqa: F401  (configures it, which drops handlers)
+    from vllm import logger as logs  # configures it, which drops handlers
 
+    # What is said once a process may have been said in another test.
+    for say in (
+        logs._print_debug_once,
+        logs._print_info_once,
+        logs._print_warning_once,
+    ):
+        say.cache_clear()
     logger = logging.getLogger("vllm")
     logger.addHandler(caplog.handler)
     with caplog.at_level(logging.INFO, logger="vllm"):
