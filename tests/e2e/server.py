@@ -51,7 +51,9 @@ class Server:
             *["--additional-config", json.dumps({"fp8_inc": {"device": device}})],
             *arguments,
         ]
-        self.environment = os.environ | (environment or {})
+        # Bound to every core, its threads crawl beside another test.
+        one_thread = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        self.environment = os.environ | one_thread | (environment or {})
         # The server is to run as a user starts it, with its own processes.
         self.environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
 
