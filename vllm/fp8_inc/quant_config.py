@@ -26,6 +26,7 @@ from vllm.fp8_inc.sources.inc.scales import IncScales
 from vllm.fp8_inc.sources.producers import Role
 from vllm.fp8_inc.sources.store import FoundScale
 from vllm.logger import init_logger
+from vllm.v1.attention.selector import _cached_get_attn_backend
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -40,12 +41,16 @@ _read = functools.cache(read_inc_scales)
 def configure_on_cpu(vllm_config: "VllmConfig") -> None:
     """Applies QUANT_CONFIG to a configuration, if it is set; called by patches/vllm.
 
+    Upstream's memory of chosen backends is emptied: its key lacks the cache dtype of
+    the engine, which decides for a layer that keeps an unquantised cache.
+
     Its lists choose the layers whose cache stays unquantised and, in a checkpoint
     without quantised weights, the Linear layers and experts that become FP8.
 
     Raises:
         ValueError: Naming file, layer, key and value, and the way out.
     """
+    _cached_get_attn_backend.cache_clear()
     model_config = vllm_config.model_config
     if not os.environ.get(ENV) or model_config is None:
         return
