@@ -21,7 +21,7 @@ from tests.engines import acting, attention_layers, engine, loaded
 from tests.kv_scales.command import call, examples
 from tests.kv_scales.numbered import Numbered
 from vllm.fp8_inc.calibration import measure
-from vllm.fp8_inc.calibration.prompts import read_prompts
+from vllm.fp8_inc.calibration.prompts import read_rows, token_ids
 from vllm.fp8_inc.report import UsageError
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-deepseek-v2"
@@ -245,6 +245,7 @@ def test_a_layer_that_saw_nothing_is_an_error(
         (["--percentile", "0"], "at most 100"),
         (["--resume", "--method", "percentile"], "cannot be resumed"),
         (["--output-dir", str(TINY)], "is there already"),
+        ([], "no such file"),
     ],
 )
 def test_wrong_usage_is_told_before_the_engine_starts(tmp_path, capfd, words, said):
@@ -265,7 +266,25 @@ def test_prompts_of_each_form(tmp_path):
         {"text": "7"},
     ]
     path.write_text("\n\n".join(map(json.dumps, rows)))
-    assert read_prompts(str(path), Numbered(), 3, 2) == [[1, 2], [4], [5, 6]]
+    assert prompts_of(path, 3, 2) == [[1, 2], [4], [5, 6]]
+
+
+def test_a_data_set_of_the_hub_is_read_by_its_name(tmp_path):
+    """A folder has no other name; the hub is the same call."""
+    rows = [{"messages": [{"content": f"{n} 2"}]} for n in range(4)]
+    for split in ("train", "test"):
+        path = tmp_path / "set" / f"{split}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(map(json.dumps, rows)))
+        rows = rows[2:]
+    assert prompts_of(tmp_path / "set", 3, 9) == [[0, 2], [1, 2], [2, 2]]
+    assert prompts_of(f"{tmp_path}/set:test", 3, 9) == [[2, 2], [3, 2]]
+    with pytest.raises(UsageError, match="nowhere: .*or give a .jsonl"):
+        read_rows(f"{tmp_path}/nowhere", 3)
+
+
+def prompts_of(dataset: object, number: int, longest: int) -> list[list[int]]:
+    return token_ids(read_rows(str(dataset), number), Numbered(), longest)
 
 
 @pytest.mark.parametrize(
@@ -276,9 +295,9 @@ def test_bad_data_names_the_line(tmp_path, line, said):
     path = tmp_path / "t.jsonl"
     path.write_text(line)
     with pytest.raises(ValueError, match=said):
-        read_prompts(str(path), Numbered(), 3, 2)
+        prompts_of(path, 3, 2)
     with pytest.raises(UsageError, match="no such file"):
-        read_prompts(f"{path}.txt", Numbered(), 3, 2)
+        prompts_of(f"{path}.txt", 3, 2)
 
 
 @pytest.mark.slow
@@ -291,5 +310,8 @@ def test_the_examples_of_help(tmp_path, capfd, numbered, gqa, texts, words):
         "texts.txt": texts,
         "texts.jsonl": tmp_path / "t.jsonl",
     }
-    done = call(capfd, *(places.get(word, word) for word in words))
+    words = [places.get(word, word) for word in words]
+    if "--dataset" not in words:  # the default is on the hub
+        words += ["--dataset", texts]
+    done = call(capfd, *words)
     assert done.code == 0, done.err

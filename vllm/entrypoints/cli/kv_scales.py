@@ -17,6 +17,7 @@ NAME = "kv-scales"
 _ABOUT = "Inspect, calibrate, convert, compare and plot the scales of an FP8 KV cache."
 _EXIT_CODES = "Exit code: 0 fine, 1 finding or error, 2 wrong usage."
 _DEVICES = ("gaudi2", "gaudi3")
+_DATASET = "HuggingFaceH4/ultrachat_200k:train_sft"
 
 
 def _is_called() -> bool:
@@ -138,7 +139,7 @@ def _calibrate(commands: argparse._SubParsersAction) -> None:
 The model runs with a cache that is not quantised.
 
 Examples:
-  vllm kv-scales calibrate MODEL --output-dir OUT --dataset texts.jsonl
+  vllm kv-scales calibrate MODEL --output-dir OUT
   vllm kv-scales calibrate MODEL --output-dir OUT --dataset texts.txt \\
       --num-prompts 64 --device gaudi2 --method mse
   vllm kv-scales calibrate MODEL --output-dir OUT --dataset texts.jsonl \\
@@ -150,9 +151,10 @@ Examples:
     add("--output-dir", required=True, help="a folder that is not there yet")
     add(
         "--dataset",
-        required=True,
+        default=_DATASET,
         help='a .jsonl with "text", "prompt" or "messages" a line, a .txt with a text '
-        "a line, or the name of a data set on the hub, as NAME or NAME:SPLIT",
+        "a line, or the name of a data set on the hub, as NAME or NAME:SPLIT "
+        f"(default: {_DATASET})",
     )
     add("--num-prompts", type=int, default=512, help="at most (default: 512)")
     add("--max-model-len", type=int, default=2048, help="prompts are cut to it")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.fp8_inc.adjustment import resolve_adjustment
-from vllm.fp8_inc.calibration.prompts import read_prompts
+from vllm.fp8_inc.calibration.prompts import Row, read_rows, token_ids
 from vllm.fp8_inc.calibration.result import Calibration
 from vllm.fp8_inc.calibration.state import State, fingerprint
 from vllm.fp8_inc.calibration.unify import growth, unify
@@ -41,16 +41,21 @@ def calibrate(args: argparse.Namespace, folder: Folder) -> Calibration:
         args.method,
         args.granularity,
     )
+    rows = read_rows(args.dataset, args.num_prompts)  # before the weights are
     with _engine(args, folder) as llm:
-        _measure(llm, args, folder, result)
+        _measure(llm, args, folder, rows, result)
     return result
 
 
 def _measure(
-    llm: Any, args: argparse.Namespace, folder: Folder, result: Calibration
+    llm: Any,
+    args: argparse.Namespace,
+    folder: Folder,
+    rows: list[Row],
+    result: Calibration,
 ) -> None:
     longest = llm.model_config.max_model_len - 1
-    prompts = read_prompts(args.dataset, llm.get_tokenizer(), args.num_prompts, longest)
+    prompts = token_ids(rows, llm.get_tokenizer(), longest)
     options = [args.granularity, args.tensor_parallel_size, longest]
     state = State(fingerprint(args.model, prompts, options))
     if args.resume:

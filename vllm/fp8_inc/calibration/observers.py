@@ -68,6 +68,7 @@ class Observer:
 
     Attributes:
         layer: An Attention or an MLAAttention.
+        cache_slots: What slots lie below; padding is beyond, or negative.
         histograms: Whether to keep them: percentiles need them.
         amax: Role -> [heads] float32, the maximum so far. Roles are q, k and v, or
             q, q_latent, kv_c and k_pe.
@@ -77,6 +78,7 @@ class Observer:
     """
 
     layer: nn.Module
+    cache_slots: int
     histograms: bool = False
     amax: dict[str, torch.Tensor] = field(default_factory=dict)
     counts: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -96,27 +98,39 @@ class Observer:
     def _before(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        rows = _written_rows(layer.layer_name)
+        rows = _written_rows(layer.layer_name, self.cache_slots)
         if rows is None:
             return
-        names = (
-            ("q", "kv_c_normed", "k_pe") if self.is_mla else ("query", "key", "value")
+        # The HPU worker's tensors are [batch, tokens, ...], padded.
+        shapes = self._shapes()
+        given = dict(zip(shapes, args)) | kwargs
+        first, second, third = (
+            given[name].reshape(-1, *shape)[rows] for name, shape in shapes.items()
         )
-        given = dict(zip(names, args)) | kwargs
-        first, second, third = (given[name][rows] for name in names)
         self.tokens += first.shape[0]
         if self.is_mla:
             seen = self._latent(first, second, third)
         else:
-            seen = {
-                "q": first.view(-1, layer.num_heads, layer.head_size),
-                "k": second.view(-1, layer.num_kv_heads, layer.head_size),
-                "v": third.view(-1, layer.num_kv_heads, layer.head_size_v),
-            }
+            seen = {"q": first, "k": second, "v": third}
         for role, x in seen.items():
             self._see(role, x)
         if self.keep:
             self.kept = {role: x.clone() for role, x in seen.items()}
+
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """[heads, size] of a token's tensors, by the names of forward's arguments."""
+        layer = self.layer
+        if self.is_mla:
+            return {
+                "q": (layer.num_heads, layer.qk_nope_head_dim + layer.qk_rope_head_dim),
+                "kv_c_normed": (1, layer.kv_lora_rank),
+                "k_pe": (1, layer.qk_rope_head_dim),
+            }
+        return {
+            "query": (layer.num_heads, layer.head_size),
+            "key": (layer.num_kv_heads, layer.head_size),
+            "value": (layer.num_kv_heads, layer.head_size_v),
+        }
 
     def _latent(
         self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor
@@ -127,8 +141,8 @@ class Observer:
         return {
             "q": q,
             "q_latent": torch.cat([latent, pe], dim=-1),
-            "kv_c": kv_c.unsqueeze(1),
-            "k_pe": k_pe.view(-1, 1, layer.qk_rope_head_dim),
+            "kv_c": kv_c,
+            "k_pe": k_pe,
         }
 
     def _see(self, role: str, x: torch.Tensor) -> None:
@@ -140,7 +154,7 @@ class Observer:
             self.counts[role] = self.counts.get(role, 0) + counts
 
 
-def _written_rows(layer_name: str) -> slice | torch.Tensor | None:
+def _written_rows(layer_name: str, cache_slots: int) -> slice | torch.Tensor | None:
     """The tokens of the running batch that are cached; None while vLLM warms up."""
     from vllm.forward_context import get_forward_context
 
@@ -153,5 +167,5 @@ def _written_rows(layer_name: str) -> slice | torch.Tensor | None:
         return None
     slots = metadata.slot_mapping.flatten()
     slots = slots[: getattr(metadata, "num_actual_tokens", len(slots))]
-    written = slots >= 0
+    written = (slots >= 0) & (slots < cache_slots)
     return slice(len(slots)) if bool(written.all()) else written.nonzero().flatten()

@@ -10,35 +10,47 @@ from typing import Any
 
 from vllm.fp8_inc.report import UsageError
 
+Row = tuple[str, dict[str, Any]]  # where it stands, and what
 
-def read_prompts(
-    dataset: str, tokenizer: Any, number: int, longest: int
-) -> list[list[int]]:
-    """Reads up to ``number`` prompts as token ids, cut to ``longest``.
+
+def read_rows(dataset: str, number: int) -> list[Row]:
+    """Reads up to ``number`` texts.
 
     Args:
         dataset: A .jsonl with "text", "prompt" or "messages" a line; a .txt with a
             text a line; or the name of a data set on the hub, perhaps with its
             split as NAME:SPLIT.
-        tokenizer: Of the model; "messages" go through its chat template.
         number: At most.
-        longest: In tokens.
 
     Raises:
         UsageError: If there is no such data set.
-        ValueError: For a line that is none of these, or if nothing is left.
+        ValueError: For a line that is no JSON object, or if there is no text.
     """
-    prompts = []
-    for where, row in islice(_rows(dataset), number):
-        ids = _token_ids(where, row, tokenizer, longest)[:longest]
-        if ids:
-            prompts.append(ids)
-    if not prompts:
+    rows = list(islice(_rows(dataset), number))
+    if not rows:
         raise ValueError(f"{dataset} has no text")
+    return rows
+
+
+def token_ids(rows: list[Row], tokenizer: Any, longest: int) -> list[list[int]]:
+    """Turns texts into prompts of at most ``longest`` tokens.
+
+    Args:
+        rows: As ``read_rows`` gave them.
+        tokenizer: Of the model; "messages" go through its chat template.
+        longest: In tokens.
+
+    Raises:
+        ValueError: For a row without text, or if all are empty.
+    """
+    prompts = [_token_ids(*row, tokenizer, longest)[:longest] for row in rows]
+    prompts = [ids for ids in prompts if ids]
+    if not prompts:
+        raise ValueError(f"{rows[0][0]} to {rows[-1][0]}: there is no text")
     return prompts
 
 
-def _rows(dataset: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(dataset: str) -> Iterator[Row]:
     path = Path(dataset)
     if path.suffix not in (".jsonl", ".txt"):
         yield from _rows_of_the_hub(dataset)
@@ -68,7 +80,7 @@ def _parsed(where: str, line: str) -> dict[str, Any]:
     return row
 
 
-def _rows_of_the_hub(dataset: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows_of_the_hub(dataset: str) -> Iterator[Row]:
     try:
         from datasets import load_dataset
     except ImportError:
@@ -80,7 +92,9 @@ def _rows_of_the_hub(dataset: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         rows = load_dataset(name, split=split or "train", streaming=True)
     except Exception as error:
-        raise UsageError(f"--dataset {dataset}: {error}") from None
+        raise UsageError(
+            f"--dataset {dataset}: {error}; or give a .jsonl or .txt file"
+        ) from None
     for number, row in enumerate(rows):
         yield f"{dataset}, row {number}", row
 

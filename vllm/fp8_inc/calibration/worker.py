@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """What runs inside each worker of the engine; called through collective_rpc."""
 
+import sys
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from vllm.fp8_inc.calibration.output_error import RATIOS, output_errors, role_am
 from vllm.fp8_inc.formats import FORMATS
 from vllm.fp8_inc.ranks import tensor_parallel
 from vllm.fp8_inc.sources.checkpoint import layer_of
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.platforms import current_platform
 
 Numbers = dict[str, dict[str, list[float]]]
 
@@ -32,15 +35,19 @@ class CalibrationWorker:
         """
         state = states[self.rank] if states else {}
         self._observers: dict[str, Observer] = {}
-        for module in self.model_runner.model.modules():
-            if not hasattr(module, "kv_cache_dtype"):
+        runner = self.model_runner
+        # The HPU worker pads with slots of one more block; others with -1.
+        on_hpu = current_platform.device_type == "hpu"
+        slots = runner._PAD_SLOT_ID if on_hpu else sys.maxsize
+        for module in runner.model.modules():
+            if not isinstance(module, (Attention, MLAAttention)):
                 continue
             layer = layer_of(module.layer_name)
             if layer is None or layer in self._observers:
                 raise ValueError(
                     f"attention layer {module.layer_name}: cannot be named"
                 )
-            observer = Observer(module, histograms)
+            observer = Observer(module, slots, histograms)
             device = next(module.parameters(), torch.empty(0)).device
             for role, known in _tensors(state.get(layer, {})).items():
                 observer.amax[role] = known.to(device)

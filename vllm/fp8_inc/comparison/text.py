@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm.fp8_inc.calibration.prompts import read_prompts
+from vllm.fp8_inc.calibration.prompts import read_rows, token_ids
 from vllm.fp8_inc.comparison.forced import ForcedWorker
 from vllm.fp8_inc.comparison.statistics import paired, recovery
 from vllm.fp8_inc.engine import engine
@@ -44,6 +44,7 @@ def run_arm(
 
     worker = f"{ForcedWorker.__module__}.{ForcedWorker.__qualname__}"
     length = options["max_model_len"]
+    rows = read_rows(text, limit)
     parameters = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     with engine(
         model,
@@ -52,7 +53,7 @@ def run_arm(
         max_num_batched_tokens=max(length, 2048),
         worker_extension_cls=worker,
     ) as llm:
-        prompts = read_prompts(text, llm.get_tokenizer(), limit, length - 1)
+        prompts = token_ids(rows, llm.get_tokenizer(), length - 1)
         prompts = [prompt for prompt in prompts if len(prompt) > 1]
         llm.collective_rpc("kv_forced_start")
         results = []
