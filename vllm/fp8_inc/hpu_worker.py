@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
-"""Whose attention serves on HPU, and what the loading of scales does otherwise there."""
+"""Whose attention serves on HPU, and what loading scales does otherwise there."""
 
 import os
 from collections.abc import Iterable
@@ -42,8 +42,9 @@ def is_measured() -> bool:
     if not quant_config or read_mode(quant_config) != "MEASURE":
         return False
     logger.info_once(
-        "fp8_inc: %s measures: the attention modules are the worker's own, and INC "
-        "observes them; serve with the QUANTIZE configuration of the same folder",
+        "fp8_inc: %s measures: the attention modules are the worker's own, which INC "
+        "observes. Measure with --kv-cache-dtype auto; serve with fp8_inc and the "
+        "QUANTIZE configuration of the same folder",
         quant_config,
     )
     return True

@@ -121,9 +121,9 @@ def kv_scales(
             roles = inc.scales_of(name, is_mla(module))
             if roles is None:
                 raise ValueError(
-                    f"{inc.path}: by its lists, or for want of a measurement, the cache "
-                    f"of {name} stays unquantised, but --kv-cache-dtype fp8_inc makes "
-                    "it FP8. Let the lists pass it, or serve with --kv-cache-dtype auto"
+                    f"{inc.path}: by its lists, or for want of a measurement, the "
+                    f"cache of {name} stays unquantised, but --kv-cache-dtype fp8_inc "
+                    "makes it FP8. Change the lists, or serve with auto"
                 )
             found[layer_of(name) or name] = _known(roles, module.impl.scale)
     files = ", ".join(inc.files) or "no files"
