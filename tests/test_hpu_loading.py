@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """What differs on HPU when scales are loaded, without a worker."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from vllm.platforms import current_platform
 
 @pytest.fixture
 def on_hpu(monkeypatch):
-    monkeypatch.setattr(current_platform, "device_type", "hpu")
+    monkeypatch.setattr(current_platform, "device_name", "hpu")
     monkeypatch.delenv("QUANT_CONFIG", raising=False)
 
 
@@ -62,7 +63,24 @@ def test_the_device_is_the_one_that_is_there(on_hpu):
             settings(device="gaudi3")
 
 
-def test_layers_are_ours_on_hpu_unless_inc_has_them(on_hpu, monkeypatch):
+@pytest.mark.parametrize("mode, ours", [("QUANTIZE", True), ("MEASURE", False)])
+def test_layers_are_ours_on_hpu_unless_inc_measures(
+    on_hpu, monkeypatch, tmp_path, mode, ours
+):
     assert hpu_worker.is_served_here()
-    monkeypatch.setenv("QUANT_CONFIG", "measure.json")
-    assert not hpu_worker.is_served_here()
+    config = tmp_path / "inc.json"
+    config.write_text(json.dumps({"mode": mode}))
+    monkeypatch.setenv("QUANT_CONFIG", str(config))
+    assert hpu_worker.is_served_here() is ours
+
+
+def test_they_are_ours_while_the_worker_loads_weights_for_inc(on_hpu, monkeypatch):
+    """It then calls its device_type cpu."""
+    monkeypatch.setattr(current_platform, "device_type", "cpu")
+    assert hpu_worker.is_served_here()
+
+
+def test_a_quant_config_that_is_not_there_stops_the_start(on_hpu, monkeypatch):
+    monkeypatch.setenv("QUANT_CONFIG", "nowhere.json")
+    with pytest.raises(ValueError, match="QUANT_CONFIG: nowhere.json cannot be read"):
+        hpu_worker.is_served_here()

@@ -140,11 +140,16 @@ def fp8_fused_sdpa(
     seq_padding_type: str = "left",
     *args: Any,
 ) -> tuple[Tensor, ...]:
-    """Attention over FP8 operands; d_scales are dequant, q_scales quant scales."""
+    """Attention over FP8 operands; d_scales are dequant, q_scales quant scales.
+
+    Returns:
+        Output, amax of P and of the output. INC records the second, and in files
+        measured on real devices it is 1.0, the amax of P.
+    """
     scales = (d_scale_q, d_scale_k, d_scale_v, q_scale_s, q_scale_o, d_scale_s)
     grouped = is_gqa(query, key)
     operands = (query, key, value, attn_mask)
-    output, *rest = torch.ops.hpu.fp8_sdpa_recomp_fwd(
+    output, _, _, _, amax_s, amax_o = torch.ops.hpu.fp8_sdpa_recomp_fwd(
         *(gqa_input_reshape_fwd(*operands) if grouped else operands),
         dropout_p,
         query.shape[-1] ** -0.5 if scale is None else scale,
@@ -157,7 +162,7 @@ def fp8_fused_sdpa(
         valid_seq_len,
         seq_padding_type,
     )
-    return gqa_output_reshape(output) if grouped else output, *rest
+    return gqa_output_reshape(output) if grouped else output, amax_s, amax_o
 
 
 def _tensor(scale: Tensor | float | None) -> Tensor | None:

@@ -105,6 +105,17 @@ def test_fused_attention_is_attention_with_grouped_heads():
     torch.testing.assert_close(ours, expected)
 
 
+def test_the_fp8_attention_tells_the_amax_of_p_second():
+    """As INC reads it."""
+    q, k, v = (torch.randn(1, heads, 5, 8).bfloat16() for heads in (4, 2, 2))
+    out, amax, _ = kernels.fp8_fused_sdpa(q, k, v, is_causal=True, is_amax_s=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.02)
+    assert amax.item() == 1.0
+
+
 def test_both_rotations():
     x, angle = torch.randn(3, 4), torch.rand(3, 2)
     turned = torch.view_as_complex(x.view(3, 2, 2).contiguous()) * torch.polar(

@@ -96,6 +96,23 @@ def test_fp8_quantises_the_probabilities(device, prob_quant):
         assert ((p > 0) & (coded == 0)).any()  # small ones are flushed
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_unquantised_operands_stay_so(device, is_causal):
+    """INC measures through the FP8 operator, and asks for the amax of P."""
+    q, k, v = (x.bfloat16() for x in qkv())
+    none = [None] * 6
+    out, *_, amax_s, _ = fp8_sdpa(
+        q, k, v, None, 0.0, SCALE, is_causal, False, "fast", *none, True, False,
+        None, "right",
+    )  # fmt: skip
+    mask = causal(QUERIES, KEYS) if is_causal else None
+    expected = F.scaled_dot_product_attention(
+        q.float(), k.float(), v.float(), attn_mask=mask, scale=SCALE
+    )
+    torch.testing.assert_close(out.float(), expected, rtol=0.01, atol=0.01)
+    assert amax_s.item() == 1.0
+
+
 def test_window_and_sinks(device):
     q, k, v = qkv(KEYS)
     codes = [

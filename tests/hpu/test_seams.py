@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """What the patched attention classes of the worker are given."""
 
+import json
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -33,11 +34,11 @@ class Cache(nn.Module):
 def implementation(caches, contiguous=True, fp8=True, fused=True):
     """An attention class of the worker at the end of its __init__."""
     impl = nn.Module()
-    impl.enable_fp8_attn = fp8
+    impl.kv_cache_dtype = "fp8_inc" if fp8 else "auto"
     impl.alibi_slopes = impl.sinks = None
     for name in caches:
         setattr(impl, name, Cache(contiguous))
-    for name in PRODUCTS:
+    for name in (*PRODUCTS, "softmax"):
         setattr(impl, name, nn.Module())
     impl.fused_scaled_dot_product_attention = nn.Module() if fused else None
     return impl
@@ -78,6 +79,8 @@ def test_everything_of_the_fp8_path_is_replaced(device, matmul, kind, contiguous
     assert not any(buffer.isnan().any() for buffer in impl.buffers())
     x = torch.eye(2)
     assert torch.equal(impl.matmul_qk(x, x * 2), x * 2)
+    assert torch.equal(impl.softmax(x, dim=-1), x.softmax(-1))
+    assert impl.enable_fp8_attn  # the worker has it false where QUANT_CONFIG is set
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,6 +93,36 @@ def test_other_caches_and_other_prefills_stay(device, matmul, kind):
     impl = implementation(caches, fused=False)
     paged_attention(impl, UPSTREAM)
     assert impl.fused_scaled_dot_product_attention is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["measure", "QUANTIZE", None])
+def test_inc_measures_the_modules_of_the_worker(
+    device, matmul, kind, mode, tmp_path, monkeypatch, caplog_vllm
+):
+    config = tmp_path / "quant.json"
+    config.write_text(json.dumps({"mode": mode} if mode else {}))
+    monkeypatch.setenv("QUANT_CONFIG", str(config))
+    paged_attention, caches = KINDS[kind]
+    impl = implementation(caches)
+    before = dict(impl.named_modules())
+    measures = mode == "measure"
+    assert (paged_attention(impl, UPSTREAM) is UPSTREAM) == measures
+    assert (dict(impl.named_modules()) == before) == measures
+    assert (f"{config} measures" in caplog_vllm.text) == measures
+
+
+def test_inc_knows_none_of_our_modules(device, matmul):
+    """It patches by the name of the class."""
+    from neural_compressor.torch.algorithms.fp8_quant._core import patching_common
+
+    assert {"Matmul", "VLLMKVCache"} <= patching_common._mod_default_dict.keys()
+    for paged_attention, caches in KINDS.values():
+        impl = implementation(caches)
+        paged_attention(impl, UPSTREAM)
+        ours = {type(module).__name__ for module in impl.modules()} - {"Module"}
+        assert {"Fp8KVCache", "PlainMatmul", "PlainSoftmax"} <= ours
+        assert not ours & patching_common._mod_default_dict.keys()
 
 
 @pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
-"""QUANT_CONFIG, the JSON of Intel Neural Compressor (INC), in a CPU engine.
+"""QUANT_CONFIG, the JSON of Intel Neural Compressor (INC).
 
-It is read where vLLM's configuration is completed, so that layers whose cache its
-lists leave out are built with an unquantised one, and again, once a process, where
-layers and scales are built.
+It is read once a process, where layers and scales are built. On CPU also where vLLM's
+configuration is completed, so that layers whose cache its lists leave out are built
+with an unquantised one. On HPU all layers have one cache dtype, and INC itself
+quantises everything but attention.
 """
 
 import functools
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from vllm.fp8_inc.adjustment import Adjustment
+from vllm.fp8_inc.hpu_worker import is_hpu
 from vllm.fp8_inc.layer_scales import is_mla
 from vllm.fp8_inc.ranks import tensor_parallel
 from vllm.fp8_inc.settings import Settings
@@ -104,18 +106,26 @@ def kv_scales(
         model_config: Of this model; a draft model has its own checkpoint's scales.
 
     Raises:
-        ValueError: If a layer was not measured.
+        ValueError: If a layer was not measured, or its cache is not to be quantised.
     """
     target = vllm_config.model_config
     if not os.environ.get(ENV) or target is None or model_config.model != target.model:
         return None
     inc = read_for(vllm_config)
+    if is_hpu():
+        _wait_for_all_ranks()
     # Layers that the model lacks too: the files may be of another model.
     found = {layer: _known(roles, 1.0) for layer, roles in inc.attention.items()}
     for name, module in layers.items():
         if getattr(module, "kv_sharing_target_layer_name", None) is None:
             roles = inc.scales_of(name, is_mla(module))
-            found[layer_of(name) or name] = _known(roles or {}, module.impl.scale)
+            if roles is None:
+                raise ValueError(
+                    f"{inc.path}: by its lists, or for want of a measurement, the "
+                    f"cache of {name} stays unquantised, but --kv-cache-dtype fp8_inc "
+                    "makes it FP8. Change the lists, or serve with auto"
+                )
+            found[layer_of(name) or name] = _known(roles, module.impl.scale)
     files = ", ".join(inc.files) or "no files"
     served_on = Settings.of(vllm_config).format
     return ExternalScales(
@@ -126,6 +136,14 @@ def kv_scales(
         found=found,
         adjustment=Adjustment(served_on, served_on, f"by {ENV}"),
     )
+
+
+def _wait_for_all_ranks() -> None:
+    """INC's convert adds files to the folder that a slower rank has yet to read."""
+    from vllm.distributed import get_world_group
+
+    if get_world_group().world_size > 1:
+        get_world_group().barrier()
 
 
 def _known(

@@ -45,7 +45,7 @@ class Settings(BaseModel):
         Raises:
             ValueError: Naming the key and the value that is not allowed.
         """
-        from vllm.platforms import current_platform
+        from vllm.fp8_inc.hpu_worker import is_hpu
 
         config = vllm_config.additional_config
         options = config.get("fp8_inc", {}) if isinstance(config, dict) else {}
@@ -56,7 +56,7 @@ class Settings(BaseModel):
                 '--additional-config {"fp8_inc": ...}: '
                 f"{wrong_entries(error, 'fp8_inc')}"
             ) from None
-        return settings._on_hpu() if current_platform.device_type == "hpu" else settings
+        return settings._on_hpu() if is_hpu() else settings
 
     def _on_hpu(self) -> "Settings":
         """The device is the one that is there; a wish for another is an error."""

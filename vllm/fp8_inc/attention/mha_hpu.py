@@ -45,7 +45,7 @@ def install(impl: nn.Module, fmt: Fp8Format, matmul: str = "fp8") -> MHAPieces:
     """Gives the worker's HPUAttentionImpl our pieces, at the end of its construction.
 
     Args:
-        impl: Its k_cache, v_cache, matmul_qk, matmul_av, batch2block_matmul,
+        impl: Its k_cache, v_cache, matmul_qk, matmul_av, softmax, batch2block_matmul,
             block2batch_matmul and fused_scaled_dot_product_attention are replaced.
         fmt: The format of the device.
         matmul: "fp8" or "bf16".

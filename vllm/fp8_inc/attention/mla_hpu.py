@@ -19,6 +19,15 @@ class PlainMatmul(nn.Module):
         return torch.matmul(x, y, **kwargs)
 
 
+class PlainSoftmax(nn.Module):
+    """A softmax in the dtype of its input, for the same prefill."""
+
+    def forward(
+        self, x: torch.Tensor, dim: int = -1, inv_head: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return torch.softmax(x, dim)
+
+
 class MLAPieces(nn.Module):
     """Cache, decode and prefill of one MLA layer.
 
@@ -52,7 +61,7 @@ def install(impl: nn.Module, fmt: Fp8Format, matmul: str = "fp8") -> MLAPieces:
     """Gives the worker's HPUMLAImpl our pieces, at the end of its construction.
 
     Args:
-        impl: Its latent_cache_k, matmul_qk, matmul_av, batch2block_matmul,
+        impl: Its latent_cache_k, matmul_qk, matmul_av, softmax, batch2block_matmul,
             block2batch_matmul and fused_scaled_dot_product_attention are replaced.
         fmt: The format of the device.
         matmul: "fp8" or "bf16".
@@ -73,3 +82,4 @@ def replace_prompt_modules(impl: nn.Module, prompt: PromptAttention) -> None:
         impl.fused_scaled_dot_product_attention = prompt
     for name in ("matmul_qk", "matmul_av", "batch2block_matmul", "block2batch_matmul"):
         setattr(impl, name, PlainMatmul())
+    impl.softmax = PlainSoftmax()

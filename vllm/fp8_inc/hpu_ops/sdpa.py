@@ -90,10 +90,10 @@ def fp8_sdpa(
     window_size: Sequence[int] | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Attention over FP8 q, k and v.
+    """Attention over FP8 q, k and v, or over unquantised ones, as INC measures.
 
     The probabilities, relative to the maximum of their row and so in [0, 1], are
-    quantised as cast(P * q_scale_s) and dequantised by d_scale_s.
+    quantised as cast(P * q_scale_s) and dequantised by d_scale_s, if q is FP8.
 
     Args:
         q: FP8 [..., queries, dim]; other arguments as those of ``sdpa``.
@@ -116,9 +116,9 @@ def fp8_sdpa(
 
     def quantised(probabilities: torch.Tensor) -> torch.Tensor:
         nonlocal amax_s
-        codes, amax = cast_to_fp8(probabilities, q_scale_s, False, is_amax_s, _FP8)
-        amax_s = amax
-        return _scaled(codes, d_scale_s, fmt.decode)
+        codes, amax_s = cast_to_fp8(probabilities, q_scale_s, False, is_amax_s, _FP8)
+        is_fp8 = q.dtype == _FP8
+        return _scaled(codes, d_scale_s, fmt.decode) if is_fp8 else probabilities
 
     values = [
         _scaled(codes, scale_of, fmt.decode)
@@ -218,7 +218,8 @@ def _attend(
 
 
 def _scaled(codes: torch.Tensor, scale: ScaleArgument, decode) -> torch.Tensor:
-    values = decode(codes.view(torch.uint8))
+    fp8 = codes.dtype == _FP8
+    values = decode(codes.view(torch.uint8)) if fp8 else codes.float()
     factor = scale_tensor(scale, codes)
     return values if factor is None else values * factor.float()
 

@@ -3,6 +3,7 @@
 """Reads the configuration to serve with, or says what is wrong in it."""
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -28,20 +29,35 @@ def read_config(path: str) -> QuantConfig:
         ValueError: Naming file, key, value and the way out.
     """
     try:
-        content = parse_strict_json(Path(path).read_text())
-        config = QuantConfig.model_validate(content)
+        config = QuantConfig.model_validate(_content(path))
+    except ValidationError as error:
+        raise ValueError(f"{path}: {_wrong(error)}") from None
+    _refuse(path, config)
+    _warn(path, config)
+    return config
+
+
+def read_mode(path: str) -> str:
+    """Reads only what the file at ``path`` is for: QUANTIZE, MEASURE, ...
+
+    Raises:
+        ValueError: If it cannot be read.
+    """
+    content = _content(path)
+    mode = content.get("mode", "QUANTIZE") if isinstance(content, dict) else ""
+    return str(mode).upper()
+
+
+def _content(path: str) -> Any:
+    try:
+        return parse_strict_json(Path(path).read_text())
     except OSError as error:
         raise ValueError(
             f"QUANT_CONFIG: {path} cannot be read: {error.strerror}. Name the JSON of "
             "the calibration, relative to the folder where the server is started"
         ) from None
-    except ValidationError as error:
-        raise ValueError(f"{path}: {_wrong(error)}") from None
     except ValueError as error:
         raise ValueError(f"QUANT_CONFIG: {path} is no JSON: {error}") from None
-    _refuse(path, config)
-    _warn(path, config)
-    return config
 
 
 def _wrong(error: ValidationError) -> str:

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """What was read: the scales of one rank, and which modules are quantised."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -115,7 +116,10 @@ class IncScales:
         return self.config.quantises(path, module_type)
 
 
+# The worker's MLA wrapper holds the projections, and its implementation kv_b_proj.
+_WRAPPERS = re.compile(r"\.(?:routed_experts|mla_attn|impl)(?=\.)")
+
+
 def _within_layers(path: str) -> str:
     """What the layouts of vLLM and of the calibration have in common."""
-    inner = path.partition("layers.")[2] or path
-    return inner.replace(".routed_experts.", ".")
+    return _WRAPPERS.sub("", path.partition("layers.")[2] or path)
