@@ -2,13 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """The texts to calibrate on."""
 
-import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from vllm.fp8_inc.report import UsageError
+from vllm.fp8_inc.sources.strict_json import parse_json
+
+_LOCAL = (".jsonl", ".txt")
+_TEXTS = ("text", "prompt")
 
 
 def read_prompts(
@@ -38,9 +41,22 @@ def read_prompts(
     return prompts
 
 
+def check_dataset(dataset: str, number: int) -> None:
+    """Reads the first ``number`` lines of a local file, before a model is loaded.
+
+    Raises:
+        UsageError: If there is no such file.
+        ValueError: For a line that is none of those that ``read_prompts`` takes.
+    """
+    if Path(dataset).suffix not in _LOCAL:
+        return
+    for where, row in islice(_rows(dataset), number):
+        _check_row(where, row)
+
+
 def _rows(dataset: str) -> Iterator[tuple[str, dict[str, Any]]]:
     path = Path(dataset)
-    if path.suffix not in (".jsonl", ".txt"):
+    if path.suffix not in _LOCAL:
         yield from _rows_of_the_hub(dataset)
         return
     if not path.is_file():
@@ -60,7 +76,7 @@ def _rows(dataset: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _parsed(where: str, line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise ValueError(f"{where} is no JSON: {error}") from None
     if not isinstance(row, dict):
@@ -92,9 +108,15 @@ def _token_ids(
     if isinstance(row.get("messages"), list):
         text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
         return tokenizer.encode(text, add_special_tokens=False, **cut)
-    for name in ("text", "prompt"):
-        if isinstance(row.get(name), str):
-            return tokenizer.encode(row[name], **cut)
+    _check_row(where, row)
+    text = next(row[name] for name in _TEXTS if isinstance(row.get(name), str))
+    return tokenizer.encode(text, **cut)
+
+
+def _check_row(where: str, row: dict[str, Any]) -> None:
+    texts = [row.get(name) for name in _TEXTS]
+    if isinstance(row.get("messages"), list) or any(isinstance(t, str) for t in texts):
+        return
     raise ValueError(
         f"{where} has the keys {sorted(row)}; expected is "
         '"text", "prompt" or "messages"'

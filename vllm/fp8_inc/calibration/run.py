@@ -7,9 +7,11 @@ from pathlib import Path
 
 from vllm.fp8_inc.calibration.export import export, serve_command
 from vllm.fp8_inc.calibration.measure import calibrate, state_file
+from vllm.fp8_inc.calibration.prompts import check_dataset
 from vllm.fp8_inc.calibration.result import Calibration
 from vllm.fp8_inc.report import FINE, Report, Table, UsageError
 from vllm.fp8_inc.sources.folder import Folder
+from vllm.fp8_inc.whole_folder import check_writable
 
 _CONVERGED = 0.02
 
@@ -59,6 +61,11 @@ def _check(args: argparse.Namespace, folder: Folder, out: Path) -> None:
         raise UsageError(f"--percentile {args.percentile}: over 0, at most 100")
     if args.resume and args.method == "percentile":
         raise UsageError("--resume: percentiles cannot be resumed; start anew")
+    if args.resume and not state_file(out).is_file():
+        raise ValueError(f"--resume: there is no {state_file(out)}; start anew")
+    check_dataset(args.dataset, args.num_prompts)
+    _ = folder.keys  # what cannot be read is known before the engine starts
+    check_writable(out)
 
 
 def _convergence(calibration: Calibration) -> str:

@@ -4,12 +4,12 @@
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vllm.fp8_inc.calibration.worker import Numbers
+from vllm.fp8_inc.whole_folder import new_file
 
 
 @dataclass
@@ -32,9 +32,8 @@ class State:
 
     def save(self, path: Path) -> None:
         """Writes it beside ``path`` and renames."""
-        part = path.with_name(f"{path.name}.part")
-        part.write_text(json.dumps(asdict(self)))
-        os.replace(part, path)
+        with new_file(path) as part:
+            part.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, path: Path, fingerprint: str) -> "State":

@@ -2,12 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """Reads the configuration to serve with, or says what is wrong in it."""
 
-from pathlib import Path
-
 from pydantic import ValidationError
 
 from vllm.fp8_inc.sources.inc.schema import QuantConfig
-from vllm.fp8_inc.sources.strict_json import parse_strict_json
+from vllm.fp8_inc.sources.strict_json import parse_strict_json, read_text
+from vllm.fp8_inc.validation import shown
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -28,7 +27,7 @@ def read_config(path: str) -> QuantConfig:
         ValueError: Naming file, key, value and the way out.
     """
     try:
-        content = parse_strict_json(Path(path).read_text())
+        content = parse_strict_json(read_text(path))
         config = QuantConfig.model_validate(content)
     except OSError as error:
         raise ValueError(
@@ -52,7 +51,7 @@ def _wrong(error: ValidationError) -> str:
         if found["type"] == "model_type" and not key:
             key = "the file"
         # Without a key the message is about several, and names them.
-        lines.append(f"{key} is {found['input']!r}: {message}" if key else message)
+        lines.append(f"{key} is {shown(found['input'])}: {message}" if key else message)
     return "; ".join(lines)
 
 
