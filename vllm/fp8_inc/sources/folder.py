@@ -90,7 +90,8 @@ class Folder:
             if type(value) is not int or not least <= value <= most:
                 raise ValueError(
                     f"{self.path}/config.json: {name} is {shown(value)}, but a whole "
-                    f"number from {least} to {most} is expected. Copy or download it again"
+                    f"number from {least} to {most} is expected. Copy or download it "
+                    "again"
                 )
 
     @property
