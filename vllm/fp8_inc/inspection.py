@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     report.facts = _facts(folder, found, verdicts, odd)
     report.lines = _lines(folder, found, verdicts, odd)
     if args.capacity:
+        if isinstance(folder, _NoModel):
+            raise UsageError("--capacity: name the checkpoint with --model")
         report.lines += capacity_lines(folder)
     report.write(args.format)
     # Unit scales serve, but nobody calibrated them.

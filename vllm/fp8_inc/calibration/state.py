@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm.fp8_inc.calibration.worker import Numbers
+from vllm.fp8_inc.sources.strict_json import parse_json, read_text
 from vllm.fp8_inc.whole_folder import new_file
+
+_LARGEST = 1 << 30  # bytes
 
 
 @dataclass
@@ -43,7 +46,7 @@ class State:
             ValueError: If there is none, or it belongs to another run.
         """
         try:
-            state = cls(**json.loads(path.read_text()))
+            state = cls(**parse_json(read_text(path, _LARGEST)))
         except OSError:
             raise ValueError(f"--resume: there is no {path}; start anew") from None
         except (ValueError, TypeError) as error:

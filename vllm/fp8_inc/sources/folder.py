@@ -47,7 +47,8 @@ class Folder:
         """Reads config.json.
 
         Raises:
-            ValueError: Where there is none, or it is no JSON object.
+            ValueError: Where there is none, it is no JSON object, or its sizes are
+                none.
         """
         file = Path(path) / "config.json"
         try:
@@ -61,7 +62,9 @@ class Folder:
             raise ValueError(f"{file} is no JSON: {error}") from None
         if not isinstance(config, dict):
             raise ValueError(f"{file}: an object is expected")
-        return cls(Path(path), config)
+        folder = cls(Path(path), config)
+        folder._check_sizes()
+        return folder
 
     @cached_property
     def text_config(self) -> dict[str, Any]:
@@ -74,16 +77,17 @@ class Folder:
         for config in (self.config, *nested, *(d for c in nested for d in _parts(c))):
             for name in _NUMBER_OF_LAYERS:
                 if name in config:
-                    self._check_sizes(config, name)
                     return {**config, "num_hidden_layers": config[name]}
         raise ValueError(
             f"{self.path}/config.json has no num_hidden_layers: is it of another "
             "kind of model, or cut short? Copy or download it again"
         )
 
-    def _check_sizes(self, config: dict[str, Any], layers: str) -> None:
+    def _check_sizes(self) -> None:
+        layers = "num_hidden_layers"
         for name in (layers, *_SIZES, *_LATENT):
-            value, most = config.get(name), _MOST_LAYERS if name == layers else 2**31
+            value = self.text_config.get(name)
+            most = _MOST_LAYERS if name == layers else 2**31
             if value is None and name != layers:
                 continue
             least = 0 if name in _LATENT else 1
@@ -93,6 +97,20 @@ class Folder:
                     f"number from {least} to {most} is expected. Copy or download it "
                     "again"
                 )
+
+    def size(self, name: str) -> int:
+        """A number of the part of config.json that has the number of layers.
+
+        Raises:
+            ValueError: Where it has none of this name.
+        """
+        value = self.text_config.get(name)
+        if value is None:
+            raise ValueError(
+                f"{self.path}/config.json has no {name}: is it cut short? Copy or "
+                "download it again"
+            )
+        return value
 
     @property
     def quantization(self) -> dict[str, Any]:
