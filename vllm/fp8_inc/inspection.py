@@ -14,6 +14,7 @@ from vllm.fp8_inc.report import FINDING, FINE, Report, Table, UsageError
 from vllm.fp8_inc.sources.checkpoint import layer_index, match_scale_key
 from vllm.fp8_inc.sources.folder import Folder
 from vllm.fp8_inc.sources.inc.read import read_inc_scales
+from vllm.fp8_inc.sources.inc.scales import IncScales
 from vllm.fp8_inc.sources.kinds import inc_config, kind_of
 from vllm.fp8_inc.sources.legacy_json import read_legacy_scales
 from vllm.fp8_inc.sources.producers import Role
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     report.facts = _facts(folder, found, verdicts, odd)
     report.lines = _lines(folder, found, verdicts, odd)
     if args.capacity:
+        if isinstance(folder, _NoModel):
+            raise UsageError("--capacity: name the checkpoint with --model")
         report.lines += capacity_lines(folder)
     report.write(args.format)
     # Unit scales serve, but nobody calibrated them.
@@ -99,6 +102,8 @@ def _looked_at_inc(args: argparse.Namespace) -> tuple[Folder, Found, list[Verdic
     source = inc_config(args.source)
     try:
         inc = read_inc_scales(source, device, 0, 1)
+        if args.model:
+            _check_inc_fits(inc, Folder.open(args.model))
     except ValueError as error:
         return _model_of(args, found), found, [Verdict(device, str(error))]
     found.scales = {layer: dict(roles) for layer, roles in inc.attention.items()}
@@ -112,6 +117,23 @@ def _looked_at_inc(args: argparse.Namespace) -> tuple[Folder, Found, list[Verdic
     loaded = tuple(n for n in folder.attention_layers if n in found.scales)
     adjustment = Adjustment(fmt, fmt, "INC")
     return folder, found, [Verdict(device, None, adjustment, loaded, said=(said,))]
+
+
+def _check_inc_fits(inc: IncScales, folder: Folder) -> None:
+    """Raises as a server does for a layer that was not measured, or that is not there.
+
+    Raises:
+        ValueError: Naming it.
+    """
+    for layer in folder.attention_layers:
+        inc.scales_of(f"model.{layer}.self_attn.attn", folder.is_mla)
+    for layer, roles in inc.attention.items():
+        if layer_index(layer) >= folder.text_config["num_hidden_layers"]:
+            key = next(iter(roles.values())).key
+            raise ValueError(
+                f"{inc.files[0]}: {key} belongs to no attention layer of the model "
+                f"{folder.path}; name the calibration of this one"
+            )
 
 
 @dataclass(frozen=True)

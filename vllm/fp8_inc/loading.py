@@ -18,11 +18,12 @@ from safetensors import SafetensorError
 from torch import nn
 
 from vllm.fp8_inc import hpu_worker
+from vllm.fp8_inc.early_checks import check_scales
 from vllm.fp8_inc.environment import report_on_cpu
 from vllm.fp8_inc.scale_loader import ScaleLoader
 from vllm.fp8_inc.settings import Settings
 from vllm.fp8_inc.sources.checkpoint import match_scale_key
-from vllm.fp8_inc.sources.shards import cut_short
+from vllm.fp8_inc.sources.shards import check_readable
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
@@ -80,6 +81,7 @@ def attach(
         else:
             report_on_cpu()
         loader = ScaleLoader(layers, vllm_config, model_config)
+        check_scales(loader, model_config, vllm_config.load_config)
         # Models that are never loaded (--load-format dummy) still can run.
         loader.set_unit_scales()
         for scales in loader.layers.values():
@@ -98,9 +100,8 @@ def attach(
             loaded = load_weights(loader.keep_back(weights), *args, **kwargs)
         except SafetensorError as error:
             path = model_config.model
-            raise ValueError(
-                f"{cut_short(path) or f'{path}: {error}'}: copy or download it again"
-            ) from error
+            check_readable(path)
+            raise ValueError(f"{path}: {error}: copy or download it again") from error
         loader.finish()
         return loaded
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from vllm.fp8_inc.adjustment import Adjustment
+from vllm.fp8_inc.early_checks import check_configuration
 from vllm.fp8_inc.hpu_worker import is_hpu
 from vllm.fp8_inc.layer_scales import is_mla
 from vllm.fp8_inc.ranks import tensor_parallel
@@ -54,7 +55,11 @@ def configure_on_cpu(vllm_config: "VllmConfig") -> None:
     """
     _cached_get_attn_backend.cache_clear()
     model_config = vllm_config.model_config
-    if not os.environ.get(ENV) or model_config is None:
+    if model_config is None:
+        return
+    if vllm_config.cache_config.cache_dtype == "fp8_inc":
+        check_configuration(vllm_config, os.environ.get(ENV))
+    if not os.environ.get(ENV):
         return
     from vllm.fp8_inc.layers.inc_quant_config import IncQuantConfig
 

@@ -3,14 +3,17 @@
 """What a command of ``vllm kv-scales`` writes, and with which exit code it ends."""
 
 import argparse
+import contextlib
 import csv
 import io
 import json
 import logging
 import os
 import pkgutil
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -127,13 +130,38 @@ def logs_to_stderr() -> None:
 def run_command(args: argparse.Namespace) -> int:
     """Runs ``args.run``; returns the exit code."""
     try:
-        return pkgutil.resolve_name(args.run)(args)
+        with _terminated_as_interrupted():
+            return pkgutil.resolve_name(args.run)(args)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return FINDING
-    except KeyboardInterrupt:
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FINDING
+    except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
-        return 128 + 2  # as shells report SIGINT
+        number = error.args[0] if error.args else signal.SIGINT
+        return 128 + number  # as shells report it
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM, from `docker stop` or a scheduler, cleans up as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, _: Any) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = signal.signal(signal.SIGTERM, interrupt) or signal.SIG_DFL
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -58,10 +58,10 @@ class ScaleLoader:
         # Layers of a draft model, which a checkpoint holds after the model's own.
         self.num_draft_layers = getattr(text_config, "num_nextn_predict_layers", 0) or 0
         self.settings = Settings.of(vllm_config)
-        self.quantization = _quantization_config(model_config)
+        self.quantization = quantization_config(model_config)
         self.declared = declared_scheme(self.quantization)
         self.rank, self.ranks = tensor_parallel()
-        self.external = kv_scales(layers, vllm_config, model_config) or _legacy_scales(
+        self.external = kv_scales(layers, vllm_config, model_config) or legacy_scales(
             self.settings, model_config, self.rank, self.ranks
         )
         # A file beside the checkpoint was made by its own rules.
@@ -119,6 +119,23 @@ class ScaleLoader:
                 replaced,
             )
 
+    def preview(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Checks the scales ``tensors`` of a checkpoint, before it is loaded.
+
+        Raises:
+            ValueError: As ``keep_back`` and ``finish`` do.
+        """
+        self.store.clear()
+        if self.external:
+            self.store.found.update(self.external.found)
+        else:
+            for key, tensor in tensors:
+                self.store.take(key, tensor)
+        self._match()
+        self.store.clear()
+        for scales in self.layers.values():
+            scales.clear()
+
     def finish(self) -> None:
         """Hands out the scales and reports them in one line.
 
@@ -130,20 +147,28 @@ class ScaleLoader:
             # Somebody updates some weights of a running model.
             logger.info("fp8_inc: no KV scales among the new weights; all stay")
             return
+        missing = self._match()
+        if missing and (self.declared or self.store.found):
+            self._warn_of_unit_scales(missing)
+        self.store.report_ignored()
+        self._report(missing)
+        self.is_loaded = True
+
+    def _match(self) -> list[str]:
+        """Gives the layers what was found; returns those that lack scales."""
         self._check_all_taken()
         missing = [layer for layer in self._owners() if not self._is_complete(layer)]
-        if not self.external and self.settings.missing_scales == "error":
-            self._check_shards()
-        if missing and (self.declared or self.store.found):
-            self._refuse_or_warn(missing)
+        if self.settings.missing_scales == "error":
+            if not self.external:
+                self._check_shards()
+            if missing and (self.declared or self.store.found):
+                self._refuse(missing)
         for layer, scales in self.layers.items():
             scales.clear()
             if layer not in missing and layer not in self.targets:
                 self._take(layer, scales)
         self._hand_out(lambda layer: self._source([layer]))
-        self.store.report_ignored()
-        self._report(missing)
-        self.is_loaded = True
+        return missing
 
     def restore(self) -> None:
         """Hands out what came with a saved state instead of a checkpoint.
@@ -245,19 +270,20 @@ class ScaleLoader:
                     "not loaded. Add its keys to weight_map, or remove the file"
                 )
 
-    def _refuse_or_warn(self, missing: list[str]) -> None:
-        if self.settings.missing_scales == "error":
-            others = len(missing) - 1
-            also = f" (and those of {others} more layers)" if others else ""
-            raise ValueError(
-                f"{self.external.path if self.external else self.model}: "
-                f"{self._missing_keys(missing[0])} missing{also}, but "
-                "quantization_config of config.json declares static KV scales "
-                "(kv_cache_scheme or the like), or other layers have theirs. "
-                "Add them (is their shard named in model.safetensors.index.json?), "
-                'or set --additional-config \'{"fp8_inc": {"missing_scales": '
-                '"unit"}}\' to use dequant_scale 1.0'
-            )
+    def _refuse(self, missing: list[str]) -> None:
+        others = len(missing) - 1
+        also = f" (and those of {others} more layers)" if others else ""
+        raise ValueError(
+            f"{self.external.path if self.external else self.model}: "
+            f"{self._missing_keys(missing[0])} missing{also}, but "
+            "quantization_config of config.json declares static KV scales "
+            "(kv_cache_scheme or the like), or other layers have theirs. "
+            "Add them (is their shard named in model.safetensors.index.json?), "
+            'or set --additional-config \'{"fp8_inc": {"missing_scales": '
+            '"unit"}}\' to use dequant_scale 1.0'
+        )
+
+    def _warn_of_unit_scales(self, missing: list[str]) -> None:
         logger.warning(
             "fp8_inc: missing_scales=unit: dequant_scale 1.0 for %d layers that "
             "lack scales (%s)",
@@ -301,14 +327,14 @@ class ScaleLoader:
         )
 
 
-def _quantization_config(model_config: "ModelConfig") -> Any:
+def quantization_config(model_config: "ModelConfig") -> Any:
     """Old compressed-tensors checkpoints call it compression_config, as vLLM knows."""
     config = model_config.hf_config
     found = getattr(config, "quantization_config", None)
     return found or getattr(config, "compression_config", None)
 
 
-def _legacy_scales(
+def legacy_scales(
     settings: Settings, model_config: "ModelConfig", rank: int, ranks: int
 ) -> ExternalScales | None:
     if settings.legacy_scales is None:

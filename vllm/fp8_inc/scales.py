@@ -137,7 +137,7 @@ def read_dequant_scales(tensor: torch.Tensor) -> tuple[float, ...]:
             f"has shape {tuple(tensor.shape)}, but one scale per tensor or one per "
             "head is expected"
         )
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() or tensor.dtype == torch.float4_e2m1fn_x2:
         raise ValueError(f"has dtype {tensor.dtype}, but a floating dtype is expected")
     values = tuple(tensor.double().flatten().tolist())
     for value in values:

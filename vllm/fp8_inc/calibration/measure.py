@@ -122,7 +122,6 @@ def _run(
     histograms = args.method == "percentile"
     llm.collective_rpc("kv_observe", args=(histograms, state.workers or None))
     path, saved = state_file(Path(args.output_dir)), time.monotonic()
-    path.parent.mkdir(parents=True, exist_ok=True)
     last_tenth = len(prompts) * 9 // 10
     bar = tqdm(
         total=sum(map(len, prompts)),

@@ -2,13 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """The texts to calibrate on."""
 
-import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from vllm.fp8_inc.report import UsageError
+from vllm.fp8_inc.sources.strict_json import parse_json
+
+_LOCAL = (".jsonl", ".txt")
+_TEXTS = ("text", "prompt")
 
 Row = tuple[str, dict[str, Any]]  # where it stands, and what
 
@@ -24,11 +27,13 @@ def read_rows(dataset: str, number: int) -> list[Row]:
 
     Raises:
         UsageError: If there is no such data set.
-        ValueError: For a line that is no JSON object, or if there is no text.
+        ValueError: For a line without text, or if there is none.
     """
     rows = list(islice(_rows(dataset), number))
     if not rows:
         raise ValueError(f"{dataset} has no text")
+    for row in rows:
+        _check_row(*row)
     return rows
 
 
@@ -41,9 +46,9 @@ def token_ids(rows: list[Row], tokenizer: Any, longest: int) -> list[list[int]]:
         longest: In tokens.
 
     Raises:
-        ValueError: For a row without text, or if all are empty.
+        ValueError: If all are empty.
     """
-    prompts = [_token_ids(*row, tokenizer, longest)[:longest] for row in rows]
+    prompts = [_token_ids(row, tokenizer, longest)[:longest] for _, row in rows]
     prompts = [ids for ids in prompts if ids]
     if not prompts:
         raise ValueError(f"{rows[0][0]} to {rows[-1][0]}: there is no text")
@@ -52,7 +57,7 @@ def token_ids(rows: list[Row], tokenizer: Any, longest: int) -> list[list[int]]:
 
 def _rows(dataset: str) -> Iterator[Row]:
     path = Path(dataset)
-    if path.suffix not in (".jsonl", ".txt"):
+    if path.suffix not in _LOCAL:
         yield from _rows_of_the_hub(dataset)
         return
     if not path.is_file():
@@ -72,7 +77,7 @@ def _rows(dataset: str) -> Iterator[Row]:
 
 def _parsed(where: str, line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise ValueError(f"{where} is no JSON: {error}") from None
     if not isinstance(row, dict):
@@ -99,16 +104,19 @@ def _rows_of_the_hub(dataset: str) -> Iterator[Row]:
         yield f"{dataset}, row {number}", row
 
 
-def _token_ids(
-    where: str, row: dict[str, Any], tokenizer: Any, longest: int
-) -> list[int]:
+def _token_ids(row: dict[str, Any], tokenizer: Any, longest: int) -> list[int]:
     cut = {"truncation": True, "max_length": longest}
     if isinstance(row.get("messages"), list):
         text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
         return tokenizer.encode(text, add_special_tokens=False, **cut)
-    for name in ("text", "prompt"):
-        if isinstance(row.get(name), str):
-            return tokenizer.encode(row[name], **cut)
+    text = next(row[name] for name in _TEXTS if isinstance(row.get(name), str))
+    return tokenizer.encode(text, **cut)
+
+
+def _check_row(where: str, row: dict[str, Any]) -> None:
+    texts = [row.get(name) for name in _TEXTS]
+    if isinstance(row.get("messages"), list) or any(isinstance(t, str) for t in texts):
+        return
     raise ValueError(
         f"{where} has the keys {sorted(row)}; expected is "
         '"text", "prompt" or "messages"'

@@ -10,6 +10,7 @@ from vllm.fp8_inc.calibration.measure import calibrate, state_file
 from vllm.fp8_inc.calibration.result import Calibration
 from vllm.fp8_inc.report import FINE, Report, Table, UsageError
 from vllm.fp8_inc.sources.folder import Folder
+from vllm.fp8_inc.whole_folder import check_writable
 
 _CONVERGED = 0.02
 
@@ -59,6 +60,10 @@ def _check(args: argparse.Namespace, folder: Folder, out: Path) -> None:
         raise UsageError(f"--percentile {args.percentile}: over 0, at most 100")
     if args.resume and args.method == "percentile":
         raise UsageError("--resume: percentiles cannot be resumed; start anew")
+    if args.resume and not state_file(out).is_file():
+        raise ValueError(f"--resume: there is no {state_file(out)}; start anew")
+    _ = folder.keys  # what cannot be read is known before the engine starts
+    check_writable(out)
 
 
 def _convergence(calibration: Calibration) -> str:

@@ -4,12 +4,15 @@
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vllm.fp8_inc.calibration.worker import Numbers
+from vllm.fp8_inc.sources.strict_json import parse_json, read_text
+from vllm.fp8_inc.whole_folder import new_file
+
+_LARGEST = 1 << 30  # bytes
 
 
 @dataclass
@@ -32,9 +35,8 @@ class State:
 
     def save(self, path: Path) -> None:
         """Writes it beside ``path`` and renames."""
-        part = path.with_name(f"{path.name}.part")
-        part.write_text(json.dumps(asdict(self)))
-        os.replace(part, path)
+        with new_file(path) as part:
+            part.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, path: Path, fingerprint: str) -> "State":
@@ -44,7 +46,7 @@ class State:
             ValueError: If there is none, or it belongs to another run.
         """
         try:
-            state = cls(**json.loads(path.read_text()))
+            state = cls(**parse_json(read_text(path, _LARGEST)))
         except OSError:
             raise ValueError(f"--resume: there is no {path}; start anew") from None
         except (ValueError, TypeError) as error:

@@ -10,10 +10,10 @@ import torch
 from vllm.fp8_inc.calibration.observers import Observer, percentile_of
 from vllm.fp8_inc.calibration.output_error import RATIOS, output_errors, role_amax
 from vllm.fp8_inc.formats import FORMATS
+from vllm.fp8_inc.hpu_worker import is_hpu
 from vllm.fp8_inc.ranks import tensor_parallel
 from vllm.fp8_inc.sources.checkpoint import layer_of
 from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.platforms import current_platform
 
 Numbers = dict[str, dict[str, list[float]]]
 
@@ -37,8 +37,7 @@ class CalibrationWorker:
         self._observers: dict[str, Observer] = {}
         runner = self.model_runner
         # The HPU worker pads with slots of one more block; others with -1.
-        on_hpu = current_platform.device_type == "hpu"
-        slots = runner._PAD_SLOT_ID if on_hpu else sys.maxsize
+        slots = runner._PAD_SLOT_ID if is_hpu() else sys.maxsize
         for module in runner.model.modules():
             if not isinstance(module, (Attention, MLAAttention)):
                 continue

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from vllm.fp8_inc.comparison import tasks, text
 from vllm.fp8_inc.comparison.arms import REFERENCE, arm_options, parse_arms
 from vllm.fp8_inc.report import FINDING, FINE, Report, Table, UsageError
 from vllm.fp8_inc.sources.folder import Folder
+from vllm.fp8_inc.whole_folder import check_writable, new_file
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -35,6 +35,9 @@ def run(args: argparse.Namespace) -> int:
     elif not Path(args.text).is_file():
         raise UsageError(f"--text {args.text}: there is no such file")
     folder = Folder.open(args.model)
+    _ = folder.keys  # what cannot be read is known before an engine starts
+    if args.output_json:
+        check_writable(Path(args.output_json))
     with _work_folder(args) as work:
         results = {arm: _arm(arm, args, folder, work) for arm in arms}
     table = (tasks if args.tasks else text).table(results)
@@ -71,7 +74,7 @@ def _work_folder(args: argparse.Namespace) -> Iterator[Path]:
             yield Path(folder)
         return
     path = Path(args.work_dir)
-    path.mkdir(parents=True, exist_ok=True)
+    check_writable(path / "arm")
     yield path
 
 
@@ -97,9 +100,8 @@ def _arm(arm: str, args: argparse.Namespace, folder: Folder, work: Path) -> Any:
         result = text.run_arm(
             args.model, options, args.text, args.limit or 10**9, kept, is_reference
         )
-    part = done.with_suffix(".part")
-    part.write_text(json.dumps(result))
-    os.replace(part, done)
+    with new_file(done) as part:
+        part.write_text(json.dumps(result))
     return result
 
 
@@ -133,8 +135,5 @@ def _lines(table: Table) -> list[str]:
 
 
 def _write_json(path: Path, report: Report) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w") as file:
+    with new_file(path) as part, part.open("w") as file:
         report.write("json", file)
-    os.replace(part, path)

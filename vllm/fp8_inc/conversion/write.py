@@ -4,7 +4,6 @@
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from vllm.fp8_inc.conversion.scales import Scales
 from vllm.fp8_inc.sources.checkpoint import layer_index
 from vllm.fp8_inc.sources.folder import Folder
 from vllm.fp8_inc.sources.writer import write_checkpoint
-from vllm.fp8_inc.whole_folder import new_folder
+from vllm.fp8_inc.whole_folder import new_file, new_folder
 
 _INC_CONFIG = "quantize.json"
 
@@ -69,10 +68,8 @@ def _write_legacy(out: Path, folder: Folder, scales: Scales) -> None:
             "scaling_factor": {"0": numbers},
         },
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f".{out.name}.part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(part, out)
+    with new_file(out) as part:
+        part.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _write_inc(out: Path, scales: Scales, keys: dict[tuple[str, str], str]) -> None:

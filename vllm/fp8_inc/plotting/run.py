@@ -3,7 +3,6 @@
 """``vllm kv-scales plot``: figures of one source, or of several overlaid."""
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from vllm.fp8_inc.plotting.figures import (
 )
 from vllm.fp8_inc.plotting.source import read_source
 from vllm.fp8_inc.report import FINE, Report, Table, UsageError
+from vllm.fp8_inc.whole_folder import new_file
 
 _FORMATS = ("png", "svg")
 _DPI = 200
@@ -55,9 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _save(figure: Any, path: Path, ending: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
     # No date: equal input gives an equal file.
     metadata = {"Date": None} if ending == "svg" else {"Software": None}
-    figure.savefig(part, format=ending, dpi=_DPI, metadata=metadata)
-    os.replace(part, path)
+    with new_file(path) as part:
+        figure.savefig(part, format=ending, dpi=_DPI, metadata=metadata)

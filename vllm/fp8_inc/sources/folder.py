@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """A checkpoint's folder, of which only config.json and headers are read."""
 
-import json
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +16,17 @@ from vllm.fp8_inc.sources.checkpoint import (
     layer_index,
     match_scale_key,
 )
+from vllm.fp8_inc.sources.strict_json import parse_json, read_text
+from vllm.fp8_inc.validation import shown
 
 INDEX = "model.safetensors.index.json"
 # Architectures with a latent that vLLM nevertheless serves with expanded K and V.
 _EXPANDED = ("minicpm3",)
 _NUMBER_OF_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_MOST_LAYERS = 10_000
+# Whole numbers, where they are there; the last two may be 0, for no MLA.
+_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+_LATENT = ("kv_lora_rank", "qk_rope_head_dim")
 _TOWERS = ("vision", "visual", "audio", "speech", "encoder")
 
 
@@ -41,11 +47,12 @@ class Folder:
         """Reads config.json.
 
         Raises:
-            ValueError: Where there is none, or it is no JSON object.
+            ValueError: Where there is none, it is no JSON object, or its sizes are
+                none.
         """
         file = Path(path) / "config.json"
         try:
-            config = json.loads(file.read_text())
+            config = parse_json(read_text(file))
         except OSError as error:
             raise ValueError(
                 f"{file} cannot be read ({error.strerror}). Name the local folder of "
@@ -55,7 +62,9 @@ class Folder:
             raise ValueError(f"{file} is no JSON: {error}") from None
         if not isinstance(config, dict):
             raise ValueError(f"{file}: an object is expected")
-        return cls(Path(path), config)
+        folder = cls(Path(path), config)
+        folder._check_sizes()
+        return folder
 
     @cached_property
     def text_config(self) -> dict[str, Any]:
@@ -67,15 +76,55 @@ class Folder:
         nested = _parts(self.config)
         for config in (self.config, *nested, *(d for c in nested for d in _parts(c))):
             for name in _NUMBER_OF_LAYERS:
-                if isinstance(config.get(name), int):
+                if name in config:
                     return {**config, "num_hidden_layers": config[name]}
-        raise ValueError(f"{self.path}/config.json has no num_hidden_layers")
+        raise ValueError(
+            f"{self.path}/config.json has no num_hidden_layers: is it of another "
+            "kind of model, or cut short? Copy or download it again"
+        )
+
+    def _check_sizes(self) -> None:
+        layers = "num_hidden_layers"
+        for name in (layers, *_SIZES, *_LATENT):
+            value = self.text_config.get(name)
+            most = _MOST_LAYERS if name == layers else 2**31
+            if value is None and name != layers:
+                continue
+            least = 0 if name in _LATENT else 1
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(
+                    f"{self.path}/config.json: {name} is {shown(value)}, but a whole "
+                    f"number from {least} to {most} is expected. Copy or download it "
+                    "again"
+                )
+
+    def size(self, name: str) -> int:
+        """A number of the part of config.json that has the number of layers.
+
+        Raises:
+            ValueError: Where it has none of this name.
+        """
+        value = self.text_config.get(name)
+        if value is None:
+            raise ValueError(
+                f"{self.path}/config.json has no {name}: is it cut short? Copy or "
+                "download it again"
+            )
+        return value
 
     @property
     def quantization(self) -> dict[str, Any]:
         """quantization_config, or what old compressed-tensors called it."""
-        found = self.config.get("quantization_config")
-        return found or self.config.get("compression_config") or {}
+        for name in ("quantization_config", "compression_config"):
+            found = self.config.get(name)
+            if found and not isinstance(found, dict):
+                raise ValueError(
+                    f"{self.path}/config.json: {name} is {shown(found)}, but an object "
+                    "is expected. Copy or download it again"
+                )
+            if found:
+                return found
+        return {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,7 +161,10 @@ class Folder:
             return files
         named = set(self.weight_map(index).values())
         if missing := named - {file.name for file in files}:
-            raise ValueError(f"{index} names {sorted(missing)}, not in {self.path}")
+            raise ValueError(
+                f"{index} names {sorted(missing)}, not in {self.path}: copy or "
+                "download them again"
+            )
         return [file for file in files if file.name in named]
 
     @staticmethod
@@ -123,9 +175,19 @@ class Folder:
             ValueError: Where ``index`` is no such index.
         """
         try:
-            return dict(json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{index} is no index of safetensors: {error!r}") from None
+            content = parse_json(read_text(index))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{index} cannot be read ({error}): copy or download it again"
+            ) from None
+        names = content.get("weight_map") if isinstance(content, dict) else None
+        files = names.values() if isinstance(names, dict) else [None]
+        if not all(isinstance(file, str) for file in files):
+            raise ValueError(
+                f"{index} is no index of safetensors, an object whose weight_map has a "
+                "file name for each tensor: copy or download it again"
+            )
+        return names
 
     @cached_property
     def keys(self) -> dict[Path, list[str]]:
@@ -133,26 +195,19 @@ class Folder:
         return {path: list(keys) for path, keys in self._headers()}
 
     def _headers(self) -> Iterator[tuple[Path, list[str]]]:
-        from safetensors import SafetensorError, safe_open
-
         for path in self.shards:
-            try:
-                with safe_open(path, framework="pt") as shard:
-                    yield path, list(shard.keys())
-            except SafetensorError as error:
-                raise ValueError(f"{path} is no safetensors file: {error}") from None
+            with opened(path) as shard:
+                yield path, list(shard.keys())
 
     @cached_property
     def scale_tensors(self) -> list[tuple[Path, str, torch.Tensor]]:
         """File, name and content of every scale, and of what goes with scales."""
-        from safetensors import safe_open
-
         found = []
         for path, keys in self.keys.items():
             names = [key for key in keys if match_scale_key(key)]
             if not names:
                 continue
-            with safe_open(path, framework="pt") as shard:
+            with opened(path) as shard:
                 found += [(path, key, shard.get_tensor(key)) for key in names]
         return found
 
@@ -172,6 +227,24 @@ class Folder:
     def attention_module(self, layer: str) -> str:
         """The attention module of ``layers.N``, as the checkpoint names it."""
         return self._attention_modules.get(layer, f"model.{layer}.self_attn")
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Opens a shard.
+
+    Raises:
+        ValueError: Naming the file, where it or a tensor in it cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as shard:
+            yield shard
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}): copy or download it again"
+        ) from None
 
 
 def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:

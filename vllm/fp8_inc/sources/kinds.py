@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.fp8_inc.report import UsageError
-from vllm.fp8_inc.sources.strict_json import parse_strict_json
+from vllm.fp8_inc.sources.strict_json import parse_strict_json, read_text
 
 
 def kind_of(source: str) -> str:
@@ -27,7 +27,9 @@ def kind_of(source: str) -> str:
             "no JSON; `hf download` fetches a checkpoint from the hub"
         )
     try:
-        content = parse_strict_json(path.read_text())
+        content = parse_strict_json(read_text(path))
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{source} is no JSON: {error}") from None
     return "legacy" if isinstance(content, dict) and "kv_cache" in content else "inc"
@@ -54,8 +56,8 @@ def inc_config(source: str) -> str:
 
 def _quantises(path: Path) -> bool:
     try:
-        content: Any = parse_strict_json(path.read_text())
-    except ValueError:
+        content: Any = parse_strict_json(read_text(path))
+    except (OSError, ValueError):
         return False
     if not isinstance(content, dict) or "dump_stats_path" not in content:
         return False

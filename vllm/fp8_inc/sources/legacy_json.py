@@ -9,7 +9,6 @@ for K and V.
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -25,7 +24,7 @@ from vllm.fp8_inc.formats import Fp8Format
 from vllm.fp8_inc.scales import check_dequant_scale
 from vllm.fp8_inc.sources.external import ExternalScales
 from vllm.fp8_inc.sources.store import FoundScale
-from vllm.fp8_inc.sources.strict_json import parse_strict_json
+from vllm.fp8_inc.sources.strict_json import parse_strict_json, read_text
 from vllm.fp8_inc.validation import wrong_entries
 
 _OPTION = '"legacy_scales" of --additional-config'
@@ -105,7 +104,7 @@ def read_legacy_scales(
 
 def _read(path: str, model_type: str | None) -> _Document:
     try:
-        text = Path(path).read_text()
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{_OPTION}: {path} cannot be read: {error}") from None
     try:

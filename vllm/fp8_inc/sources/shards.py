@@ -7,11 +7,11 @@ Hugging Face's names and in Mistral's. Scales that exist nowhere else are anothe
 matter. For the latter safetensors' error names no file.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from vllm.fp8_inc.sources.checkpoint import ScaleKey, match_scale_key
+from vllm.fp8_inc.sources.folder import Folder, opened
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -23,23 +23,21 @@ def unlisted_scales(model: str) -> Iterator[tuple[Path, str, ScaleKey]]:
     Only headers of those shards are read. Nothing is yielded for a folder without
     an index, of which vLLM loads every shard, or for a name on a hub.
     """
-    from safetensors import SafetensorError, safe_open
-
     folder = Path(model)
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if not indices:
         return
     listed: set[str] = set()
     for index in indices:
-        listed.update(json.loads(index.read_text())["weight_map"].values())
+        listed.update(Folder.weight_map(index).values())
     for path in sorted(folder.glob("*.safetensors")):
         if path.name in listed:
             continue
         try:
-            with safe_open(path, framework="pt") as shard:
+            with opened(path) as shard:
                 keys = list(shard.keys())
-        except SafetensorError as error:
-            logger.warning("fp8_inc: %s, which no index names: %s", path, error)
+        except ValueError as error:
+            logger.warning_once("fp8_inc: no index names it, but %s", error)
             continue
         for key in keys:
             found = match_scale_key(key)
@@ -47,18 +45,15 @@ def unlisted_scales(model: str) -> Iterator[tuple[Path, str, ScaleKey]]:
                 yield path, key, found
 
 
-def cut_short(model: str) -> str | None:
-    """Names the first safetensors file that cannot be read, and why.
+def check_readable(model: str) -> None:
+    """Opens every safetensors file.
 
     Args:
         model: A folder, or a name on a hub, whose files are not looked at.
-    """
-    from safetensors import SafetensorError, safe_open
 
+    Raises:
+        ValueError: Naming the first that cannot be read, and why.
+    """
     for path in sorted(Path(model).glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except SafetensorError as error:
-            return f"{path} cannot be read ({error})"
-    return None
+        with opened(path):
+            pass

@@ -2,13 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """Reads the configuration to serve with, or says what is wrong in it."""
 
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from vllm.fp8_inc.sources.inc.schema import QuantConfig
-from vllm.fp8_inc.sources.strict_json import parse_strict_json
+from vllm.fp8_inc.sources.strict_json import parse_strict_json, read_text
+from vllm.fp8_inc.validation import shown
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -50,7 +50,7 @@ def read_mode(path: str) -> str:
 
 def _content(path: str) -> Any:
     try:
-        return parse_strict_json(Path(path).read_text())
+        return parse_strict_json(read_text(path))
     except OSError as error:
         raise ValueError(
             f"QUANT_CONFIG: {path} cannot be read: {error.strerror}. Name the JSON of "
@@ -68,7 +68,7 @@ def _wrong(error: ValidationError) -> str:
         if found["type"] == "model_type" and not key:
             key = "the file"
         # Without a key the message is about several, and names them.
-        lines.append(f"{key} is {found['input']!r}: {message}" if key else message)
+        lines.append(f"{key} is {shown(found['input'])}: {message}" if key else message)
     return "; ".join(lines)
 
 

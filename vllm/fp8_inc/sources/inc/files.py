@@ -7,8 +7,8 @@ method it holds scales, without one it holds measurements. INC itself reads the 
 beside it, a pickled dict of the same values.
 """
 
-import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,8 +18,11 @@ from typing import Any
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from vllm.fp8_inc.sources.inc.schema import QuantConfig
-from vllm.fp8_inc.sources.strict_json import parse_strict_json
+from vllm.fp8_inc.sources.strict_json import parse_strict_json, read_text
+from vllm.fp8_inc.validation import shown
 
+_MOST = sys.float_info.max  # a JSON integer may be larger
+_LARGEST = 1 << 30  # bytes; a file of 256 experts in 61 layers has some 30 MB
 _EXPORT = (
     "INC writes a .json beside every .npz; copy it too, or export it where the file "
     "is trusted: python -c 'import json, sys, numpy; d = numpy.load(sys.argv[1], "
@@ -64,11 +67,16 @@ class _Node(BaseModel):
 
 def _flat(value: Any) -> tuple[float, ...]:
     """The numbers of nested lists."""
-    if isinstance(value, list) and value:
-        return tuple(number for part in value for number in _flat(part))
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise ValueError(f"{value!r} is no positive finite number")
-    return (float(value),)
+    numbers, left = [], [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, list) and part:
+            left += reversed(part)
+        elif type(part) not in (int, float) or not 0 <= part <= _MOST:
+            raise ValueError(f"{shown(part)} is no positive finite number")
+        else:
+            numbers.append(float(part))
+    return tuple(numbers)
 
 
 class _Document(BaseModel):
@@ -124,7 +132,8 @@ def read_nodes(
         )
     name: str = "the file"
     try:
-        document = _Document.model_validate(parse_strict_json(path.read_text()))
+        content = parse_strict_json(read_text(path, _LARGEST))
+        document = _Document.model_validate(content)
         records = {}
         for name, node in document.nodes.items():
             if wanted is None or wanted(name):
