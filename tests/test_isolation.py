@@ -19,6 +19,9 @@ BLOCK, BLOCKS = 16, 24
 # Of the median |difference| of log-probabilities in float32: FP8 ties, see the traps of
 # tests/e2e/test_server.py.
 BOUND = 1e-4
+# The same after a preemption, where the prefill computes what decode steps did: MLA
+# expands K and V for it and absorbs them there.
+RECOMPUTED = 1e-3
 
 
 @dataclass(frozen=True)
@@ -80,10 +83,10 @@ def same(one: Greedy, other: Greedy) -> None:
     assert torch.equal(one.logprobs, other.logprobs)
 
 
-def close(one: Greedy, other: Greedy) -> None:
+def close(one: Greedy, other: Greedy, bound: float = BOUND) -> None:
     assert one.tokens == other.tokens
     difference = (one.logprobs - other.logprobs).abs()
-    assert difference.median().item() < BOUND
+    assert difference.median().item() < bound
 
 
 @pytest.fixture(scope="module", params=BUILDERS)
@@ -141,7 +144,8 @@ def test_a_prefix_hit_changes_no_token(llm):
     close(found, expected)
 
 
-def test_a_spoiled_prefix_is_no_hit_for_another(llm):
+def test_what_stands_before_a_nan_is_no_spoiled_prefix(llm):
+    """Two blocks of it are the same, and hits for the next."""
     ids = clean(3 * BLOCK, 6)
     (expected,) = greedy(llm, [ids])
     llm.reset_prefix_cache()
@@ -169,7 +173,7 @@ def test_preempted_sequences_are_computed_again(llm):
     together = greedy(llm, prompts, tokens=60)
     assert metric(llm, "vllm:num_preemptions") > before
     for found, expected in zip(together, alone, strict=True):
-        close(found, expected)
+        close(found, expected, RECOMPUTED)
 
 
 @pytest.mark.slow
