@@ -113,7 +113,11 @@ class Load:
         """Asks one thing after another."""
         draw = random.Random(number)
         timeout = aiohttp.ClientTimeout(total=None, sock_read=_SILENCE)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        # A connection kept alive may be closed by the server as it is used again.
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(
+            timeout=timeout, connector=connector
+        ) as session:
             while time.monotonic() < self.until:
                 act, question = draw.choice(self._acts), draw.choice(self.asked)
                 try:
