@@ -9,6 +9,7 @@ ARGS        ?=
 VENV        ?= .venv
 PYTHON      ?= python3
 TORCH_INDEX ?=
+LOCK        ?=
 VLLM_GAUDI  ?=
 
 PY    := $(VENV)/bin/python
@@ -28,13 +29,14 @@ PARALLEL := --numprocesses auto --dist loadfile
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-hpu nightly bench lint image clean
+.PHONY: help install serve test test-hpu nightly fuzz load bench lint lock audit image clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 	@echo
 	@echo 'Variables: PORT HOST MODEL DEVICE=gaudi2|gaudi3 ARGS="more server flags" VENV'
 	@echo '  EAGER= (empty: with torch.compile, which needs a C++ compiler and a minute)'
+	@echo '  LOCK=a file of make lock, for an install in which every hash is checked'
 	@echo '  VLLM_GAUDI=a checkout of vllm-gaudi at the commit in upstream.toml, for test-hpu'
 	@echo '  PYTHON, TORCH_INDEX=an index with the CPU build of torch, for machines'
 	@echo '  where pip would take the CUDA build of several GB'
@@ -43,7 +45,12 @@ help: ## this list
 # compiles no bytecode for the 2,400 files of which most are never imported.
 $(STAMP): $(SOURCES)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+ifeq ($(LOCK),)
 	$(PY) -m pip install $(INDEX) --editable '.[test,lint,kv-scales]'
+else
+	$(PY) -m pip install $(INDEX) --require-hashes --no-deps --requirement $(LOCK)
+	$(PY) -m pip install --no-deps --no-build-isolation --editable .
+endif
 	touch $@
 
 install: $(STAMP) ## the virtual environment, with everything below in it
@@ -76,6 +83,12 @@ test-hpu: $(STAMP) $(HPU) ## the HPU worker, with our patches, on a software Gau
 nightly: $(STAMP) ## all tests
 	$(PY) -m pytest $(PARALLEL) $(ARGS)
 
+fuzz: $(STAMP) ## malformed files of every kind, FUZZ_SECONDS (600) for each of five targets
+	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),600) $(PY) -m pytest tests/fuzz $(ARGS)
+
+load: $(STAMP) ## 64 clients for ten minutes against a server of the embedded model
+	$(PY) -m benchmarks.load $(ARGS)
+
 bench: $(STAMP) ## the figures of the README
 	$(PY) -m benchmarks $(ARGS)
 
@@ -84,6 +97,16 @@ lint: $(STAMP) ## style, the patches' rules, the patch tables
 	$(PY) -m ruff format --check .
 	$(PY) tools/patches.py check
 	$(PY) tools/patches.py export --check
+
+lock: ## requirements.lock: a hash of every package of make install (SECURITY.md)
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) tools/lock.py requirements.lock $(INDEX)
+
+# In an environment of its own: it is to look at ours, not to be in it.
+audit: $(STAMP) ## known vulnerabilities of what make install installed (asks the internet)
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/python -m pip install pip-audit==2.10.1
+	build/audit/bin/pip-audit --path $(wildcard $(VENV)/lib/python*/site-packages)
 
 image: ## the cpu image: built, run locked up, asked a question (Docker or Podman)
 	$(PYTHON) tools/image.py $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) $(ARGS)

@@ -16,6 +16,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+import vllm.fp8_inc.inspection  # noqa: F401 (no example is to wait for the import)
+from vllm.fp8_inc.adjustment import resolve_adjustment
+from vllm.fp8_inc.formats import GAUDI2
+from vllm.fp8_inc.report import run_command
 from vllm.fp8_inc.sources.checkpoint import (
     attention_module_of,
     declared_scheme,
@@ -25,6 +29,8 @@ from vllm.fp8_inc.sources.checkpoint import (
     match_scale_key,
     producers_of,
 )
+from vllm.fp8_inc.sources.inc.read import read_inc_scales
+from vllm.fp8_inc.sources.legacy_json import read_legacy_scales
 from vllm.fp8_inc.sources.producers import PRODUCERS
 
 _NAMES = sorted({name for row in PRODUCERS for name in row.tensors})
@@ -153,9 +159,6 @@ _QUANTIZATION = _object(
 
 
 def _declared(config: Any) -> None:
-    from vllm.fp8_inc.adjustment import resolve_adjustment
-    from vllm.fp8_inc.formats import GAUDI2
-
     declared_scheme(config)
     resolve_adjustment(config, GAUDI2, {})
 
@@ -191,9 +194,6 @@ _LEGACY = _file(
 
 
 def _legacy(data: bytes) -> None:
-    from vllm.fp8_inc.formats import GAUDI2
-    from vllm.fp8_inc.sources.legacy_json import read_legacy_scales
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "scales.json"
         path.write_bytes(data)
@@ -291,8 +291,6 @@ _NODES = _file(
 
 
 def _inc(data: tuple[bytes, bytes, bool]) -> None:
-    from vllm.fp8_inc.sources.inc.read import read_inc_scales
-
     content, nodes, cached = data
     with tempfile.TemporaryDirectory() as folder:
         stats = f"{folder}/inc_output"
@@ -373,8 +371,6 @@ _CONFIG = _file(
 
 def _checkpoint(data: tuple[bytes, bytes, bytes | None]) -> None:
     """As `inspect` looks at it, and as a server would."""
-    from vllm.fp8_inc.report import run_command
-
     shard, config, index = data
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

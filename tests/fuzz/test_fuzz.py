@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from tests.fuzz.targets import TARGETS, Target
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
-_FEW = 60  # examples of a short run
-_MANY = 1000  # of a round of a long one
+_FEW = 40  # examples of a short run
+_MANY = 300  # of a round of a long one
 _SLOWEST = 20  # seconds for one example: a hang
 _GIB = 1 << 30
 

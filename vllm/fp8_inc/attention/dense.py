@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """Causal attention over gathered keys and values, in float32."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 
@@ -36,8 +38,10 @@ def causal_attention(
         # Equal head sizes take the fused CPU kernel, which holds no logits.
         v = F.pad(v, (0, padding))
     out = q.new_empty(queries, query.shape[1], value.shape[-1])
-    for start in range(0, queries, _TILE):
-        stop = min(start + _TILE, queries)
+    edges = {*range(0, queries, _TILE), queries}
+    if not (k.sum() + v.sum()).isfinite():
+        edges.add(_first_spoiled(k, v, keys - queries, queries))
+    for start, stop in itertools.pairwise(sorted(edges)):
         positions = torch.arange(start, stop)[:, None] + (keys - queries)
         seen = keys - queries + stop
         ids = torch.arange(seen)
@@ -53,3 +57,14 @@ def causal_attention(
         )
         out[start:stop] = tile[0, ..., : value.shape[-1]].transpose(0, 1)
     return out
+
+
+def _first_spoiled(k: torch.Tensor, v: torch.Tensor, before: int, queries: int) -> int:
+    """The first query that sees a key or value that is not finite.
+
+    0 times NaN is NaN: a tile must not hold such a key, behind its mask, where an
+    earlier query is in it, since blocks before it may be another sequence's prefix.
+    """
+    finite = (k.isfinite().all(-1) & v.isfinite().all(-1)).all(dim=(0, 1))
+    first = int(finite.logical_not().float().argmax()) if not finite.all() else 0
+    return min(max(first - before, 0), queries)
