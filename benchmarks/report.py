@@ -12,7 +12,6 @@ from typing import Any
 from benchmarks.decision_chart import DOCS, PAGE
 from benchmarks.record import RESULTS, write_between
 
-README = DOCS.parent / "README.md"
 PLOT = DOCS / "figures" / "latent-range.svg"
 DEVICES = ("gaudi2", "gaudi3")
 SCALES = ("unit", "k-only", "calibrated")
@@ -188,10 +187,10 @@ def _points(
 
 
 def main() -> None:
-    """Writes docs/fp8-on-gaudi.md, the README's table and the plot."""
-    latent, table = read("latent-range"), read("request-table")
+    """Writes the tables of docs/fp8-on-gaudi.md and the plot."""
+    latent = read("latent-range")
     tables = {
-        "results-request": (request_table, table),
+        "results-request": (request_table, read("request-table")),
         "results-latent": (latent_table, latent),
         "results-answers": (latent_answers, latent),
         "gqa": (gqa_table, read("gqa")),
@@ -201,9 +200,6 @@ def main() -> None:
         if content["rows"]:
             text = f"{draw(content)}\n\n{of(content['settings'])}."
             write_between(PAGE, name, text)
-    if table["rows"]:
-        text = f"{request_table(table)}\n\n{of(table['settings'])}."
-        write_between(README, "accuracy", text)
     if latent["rows"]:
         plot(latent)
 
