@@ -148,26 +148,32 @@ def query_table(content: Content) -> str:
 
 def plot(content: Content) -> None:
     """Divergence over the power of two of the whole cached row."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     from vllm.fp8_inc.plotting.figures import COLOURS, style
 
-    with style():
+    with style(), rc_context({"svg.fonttype": "none"}):
         drawn = Figure(figsize=(6.6, 2.9), layout="constrained")
         panels = drawn.subplots(1, 2, sharey=True)
         for axes, device in zip(panels, DEVICES):
             for n, scales in enumerate(SCALES):
                 points = _points(content["rows"], scales, device)
-                axes.plot(
-                    *zip(*points),
-                    "os^"[n] + ("-", "--", ":")[n],
+                exponents, values, intervals = zip(*points)
+                axes.errorbar(
+                    [e + 0.25 * (n - 1) for e in exponents],  # beside each other
+                    values,
+                    intervals,
+                    fmt="os^"[n] + ("-", "--", ":")[n],
                     color=COLOURS[n],
                     ms=4,
                     lw=1.2,
+                    capsize=2,
                     label=scales,
                 )
             axes.set_title(device.capitalize(), loc="left", fontsize=9)
-            axes.set_yscale("log")
+            axes.set_yscale("log", nonpositive="clip")
+            axes.set_ylim(1e-4, 10)
             axes.set_xlabel("cached row times 2^")
         panels[0].set_ylabel("KL divergence to unquantised")
         panels[0].legend(frameon=False)
@@ -177,12 +183,12 @@ def plot(content: Content) -> None:
 
 def _points(
     rows: Mapping[str, Mapping[str, float]], scales: str, device: str
-) -> list[tuple[int, float]]:
+) -> list[tuple[int, float, float]]:
     found = []
     for name, row in rows.items():
         model, _, rest = name.partition(", ")
         if rest == f"{scales}, {device}" and model.startswith(("row", "as trained")):
-            found.append((_number(model), row["kl"]))
+            found.append((_number(model), row["kl"], row["kl_ci95"]))
     return sorted(found)
 
 
