@@ -146,6 +146,19 @@ def query_table(content: Content) -> str:
     return markdown(["scale of q", *head], rows)
 
 
+def differential_table(content: Content) -> str:
+    """Quantiles of the difference to the oracle."""
+    rows = []
+    names: list[str] = []
+    for name, row in content["rows"].items():
+        names = [key for key in row if key.startswith("q")]
+        share = f"{row['prompts below 1e-3']:.3f}"
+        cells = [f"{row[key]:.1e}" for key in names]
+        rows.append([name, f"{row['positions']:.0f}", *cells, share])
+    head = ["KV cache", "positions", *(f"{float(n[1:]):.4g}" for n in names)]
+    return markdown([*head, "prompts with no difference above 1e-3"], rows)
+
+
 def plot(content: Content) -> None:
     """Divergence over the power of two of the whole cached row."""
     from matplotlib import rc_context
@@ -201,6 +214,7 @@ def main() -> None:
         "results-answers": (latent_answers, latent),
         "gqa": (gqa_table, read("gqa")),
         "query": (query_table, read("query-scales")),
+        "differential": (differential_table, read("differential")),
     }
     for name, (draw, content) in tables.items():
         if content["rows"]:
