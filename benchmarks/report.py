@@ -12,7 +12,6 @@ from typing import Any
 from benchmarks.decision_chart import DOCS, PAGE
 from benchmarks.record import RESULTS, write_between
 
-README = DOCS.parent / "README.md"
 PLOT = DOCS / "figures" / "latent-range.svg"
 DEVICES = ("gaudi2", "gaudi3")
 SCALES = ("unit", "k-only", "calibrated")
@@ -147,28 +146,47 @@ def query_table(content: Content) -> str:
     return markdown(["scale of q", *head], rows)
 
 
+def differential_table(content: Content) -> str:
+    """Quantiles of the difference to the oracle."""
+    rows = []
+    names: list[str] = []
+    for name, row in content["rows"].items():
+        names = [key for key in row if key.startswith("q")]
+        share = f"{row['prompts below 1e-3']:.3f}"
+        cells = [f"{row[key]:.1e}" for key in names]
+        rows.append([name, f"{row['positions']:.0f}", *cells, share])
+    head = ["KV cache", "positions", *(f"{float(n[1:]):.4g}" for n in names)]
+    return markdown([*head, "prompts with no difference above 1e-3"], rows)
+
+
 def plot(content: Content) -> None:
     """Divergence over the power of two of the whole cached row."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     from vllm.fp8_inc.plotting.figures import COLOURS, style
 
-    with style():
+    with style(), rc_context({"svg.fonttype": "none"}):
         drawn = Figure(figsize=(6.6, 2.9), layout="constrained")
         panels = drawn.subplots(1, 2, sharey=True)
         for axes, device in zip(panels, DEVICES):
             for n, scales in enumerate(SCALES):
                 points = _points(content["rows"], scales, device)
-                axes.plot(
-                    *zip(*points),
-                    "os^"[n] + ("-", "--", ":")[n],
+                exponents, values, intervals = zip(*points)
+                axes.errorbar(
+                    [e + 0.25 * (n - 1) for e in exponents],  # beside each other
+                    values,
+                    intervals,
+                    fmt="os^"[n] + ("-", "--", ":")[n],
                     color=COLOURS[n],
                     ms=4,
                     lw=1.2,
+                    capsize=2,
                     label=scales,
                 )
             axes.set_title(device.capitalize(), loc="left", fontsize=9)
-            axes.set_yscale("log")
+            axes.set_yscale("log", nonpositive="clip")
+            axes.set_ylim(1e-4, 10)
             axes.set_xlabel("cached row times 2^")
         panels[0].set_ylabel("KL divergence to unquantised")
         panels[0].legend(frameon=False)
@@ -178,32 +196,30 @@ def plot(content: Content) -> None:
 
 def _points(
     rows: Mapping[str, Mapping[str, float]], scales: str, device: str
-) -> list[tuple[int, float]]:
+) -> list[tuple[int, float, float]]:
     found = []
     for name, row in rows.items():
         model, _, rest = name.partition(", ")
         if rest == f"{scales}, {device}" and model.startswith(("row", "as trained")):
-            found.append((_number(model), row["kl"]))
+            found.append((_number(model), row["kl"], row["kl_ci95"]))
     return sorted(found)
 
 
 def main() -> None:
-    """Writes docs/fp8-on-gaudi.md, the README's table and the plot."""
-    latent, table = read("latent-range"), read("request-table")
+    """Writes the tables of docs/fp8-on-gaudi.md and the plot."""
+    latent = read("latent-range")
     tables = {
-        "results-request": (request_table, table),
+        "results-request": (request_table, read("request-table")),
         "results-latent": (latent_table, latent),
         "results-answers": (latent_answers, latent),
         "gqa": (gqa_table, read("gqa")),
         "query": (query_table, read("query-scales")),
+        "differential": (differential_table, read("differential")),
     }
     for name, (draw, content) in tables.items():
         if content["rows"]:
             text = f"{draw(content)}\n\n{of(content['settings'])}."
             write_between(PAGE, name, text)
-    if table["rows"]:
-        text = f"{request_table(table)}\n\n{of(table['settings'])}."
-        write_between(README, "accuracy", text)
     if latent["rows"]:
         plot(latent)
 

@@ -28,6 +28,11 @@ class Rescaling:
     kv_c: tuple[int, ...]
     k_pe: tuple[int, ...]
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every cached value has the same exponent."""
+        return len({*self.kv_c, *self.k_pe}) == 1
+
 
 def rescale(source: Path, out: Path, rescaling: Rescaling) -> Path:
     """Writes the checkpoint.

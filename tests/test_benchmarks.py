@@ -62,7 +62,15 @@ def test_calibrated_scales_follow_the_larger_part_of_the_row():
     up = Rescaling((9,) * 4, (0,) * 4)
     found = latent_range.dequant_scales("calibrated", "gaudi2", up, [])
     assert found == pytest.approx([a * 2**9 / 240 for a in v])
-    assert latent_range.dequant_scales("unit", "gaudi2", up, [7.0]) == [1.0]
+    assert latent_range.dequant_scales("unit", "gaudi2", up, [(7.0, 3.0)]) == [1.0]
+
+
+def test_k_only_scales_follow_k_pe_and_not_kv_c():
+    keys = [(6.0, 40.0)] * 4
+    for kv_c, k_pe, amax in ((9, 0, 40.0), (-12, -12, 6.0), (0, 2, 160.0)):
+        moved = Rescaling((kv_c,) * 4, (k_pe,) * 4)
+        found = latent_range.dequant_scales("k-only", "gaudi3", moved, keys)
+        assert found == [amax / 448] * 4
 
 
 ORACLE = {"gaudi2": ml_dtypes.float8_e4m3, "gaudi3": ml_dtypes.float8_e4m3fn}
