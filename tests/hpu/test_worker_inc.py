@@ -7,6 +7,7 @@ reads QUANT_CONFIG as it is imported.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from ml_dtypes import bfloat16
 
 from tests.checkpoints import llama_config, weights, write
 from tests.device_numbers import MAXIMUM
@@ -96,9 +98,13 @@ def quant_config(folder: Path, mode: str) -> str:
 
 
 def scale_of(amax: float, device: str) -> float:
-    """maxabs_hw, by trial; inputs are mapped to a quarter of the range."""
-    target = amax / (MAXIMUM[device] * 0.25)
-    return min(scale for scale in HARDWARE[device] if scale >= target)
+    """maxabs_hw, by trial; inputs are mapped to a quarter of the range.
+
+    Each step of INC's is bfloat16: 1.7578125 / 112, a little above 2^-6, is 2^-6.
+    """
+    target = float(bfloat16(amax / (MAXIMUM[device] * 0.25)))
+    power = float(bfloat16(math.log2(target)))
+    return min(scale for scale in HARDWARE[device] if math.log2(scale) >= power)
 
 
 def inputs(outcome: Outcome, layer: int, name: str) -> list[float]:
