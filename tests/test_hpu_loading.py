@@ -9,9 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from vllm.fp8_inc import hpu_ops, hpu_worker
+from tests.engines import acting
+from tests.sources.inc import helpers
+from vllm.fp8_inc import hpu_ops, hpu_worker, quant_config
+from vllm.fp8_inc.attention.mha_hpu import MHAPieces
+from vllm.fp8_inc.formats import GAUDI3
+from vllm.fp8_inc.layer_scales import LayerScales
 from vllm.fp8_inc.scales import AttentionScales, StaticScale, give_scales
 from vllm.fp8_inc.settings import Settings
+from vllm.fp8_inc.sources.store import FoundScale
 from vllm.platforms import current_platform
 
 
@@ -55,6 +61,34 @@ def test_scales_reach_the_pieces_of_an_implementation():
     assert loaded == [given]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_has_the_scales_of_its_heads(rank):
+    """Of four heads of K and V, and eight of q, on two ranks."""
+    module = nn.Module()
+    module.num_heads, module.num_kv_heads = 4, 2
+    pieces = MHAPieces(GAUDI3, use_contiguous_pa=False)
+    module.impl = SimpleNamespace(fp8_inc=pieces)
+    values = {
+        "k": (0.011, 0.012, 0.013, 0.014),
+        "v": (0.021, 0.022, 0.023, 0.024),
+        "q": tuple(0.03 + 0.001 * head for head in range(8)),
+    }
+    found = {role: FoundScale(role, max(v), per_head=v) for role, v in values.items()}
+    layer = LayerScales(module)
+    layer.take(found, lambda scale, per_head: scale * 448, rank, 2)
+    give_scales(module, layer.scales(GAUDI3, torch.bfloat16, "test"))
+    held = {
+        "k": pieces.k_cache.scale,
+        "v": pieces.v_cache.scale,
+        "q": pieces.decode.q_scale,
+    }
+    for role, scale in held.items():
+        own = values[role][: len(values[role]) // 2]
+        if rank:
+            own = values[role][len(values[role]) // 2 :]
+        assert scale.dequant_scale.tolist() == [acting(value) for value in own]
+
+
 def test_the_device_is_the_one_that_is_there(on_hpu):
     with hpu_ops.emulate("gaudi2"):
         assert settings().device == "gaudi2"
@@ -84,3 +118,25 @@ def test_a_quant_config_that_is_not_there_stops_the_start(on_hpu, monkeypatch):
     monkeypatch.setenv("QUANT_CONFIG", "nowhere.json")
     with pytest.raises(ValueError, match="QUANT_CONFIG: nowhere.json cannot be read"):
         hpu_worker.is_served_here()
+
+
+def test_a_layer_that_inc_leaves_out_stops_the_start(on_hpu, monkeypatch, tmp_path):
+    """On HPU all layers have one cache dtype."""
+    helpers.write_file(tmp_path, helpers.mha(0, 2.0, 3.0) | helpers.mha(1, 2.0, 3.0))
+    inc = helpers.read(tmp_path, blocklist={"names": [r"layers\.1\."]})
+    monkeypatch.setenv("QUANT_CONFIG", inc.path)
+    monkeypatch.setattr(quant_config, "read_for", lambda vllm_config: inc)
+    monkeypatch.setattr(quant_config, "_wait_for_all_ranks", lambda: None)
+    model = SimpleNamespace(model="here")
+    engine = SimpleNamespace(model_config=model, additional_config={})
+    layers = {f"model.layers.{n}.self_attn.attn": layer() for n in range(2)}
+    for module in layers.values():
+        module.impl.scale = 1.0
+    with hpu_ops.emulate("gaudi3"):
+        with pytest.raises(ValueError) as caught:
+            quant_config.kv_scales(layers, engine, model)
+        for part in (inc.path, "model.layers.1.self_attn.attn", "stays unquantised"):
+            assert part in str(caught.value)
+        del layers["model.layers.1.self_attn.attn"]
+        found = quant_config.kv_scales(layers, engine, model).found
+    assert found["layers.0"]["v"].dequant_scale == 2.0**-5  # 3 / 112, rounded up

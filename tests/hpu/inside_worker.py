@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.engines import attention_layers, engine
+from tests.engines import attention_layers, engine, model_of
 from tests.hpu.forced import OPTIONS, distributions
 
 
@@ -36,6 +36,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                 for prompts in job["rounds"]
             ],
             "dequant_scales": _dequant_scales(llm),
+            "patched_by_inc": _patched_by_inc(llm),
         }
     for name in job["env"]:
         del os.environ[name]
@@ -47,18 +48,38 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _dequant_scales(llm: Any) -> list[dict[str, float]]:
-    """The dequant scale of each cache of each layer, as the kernels get it."""
+def _dequant_scales(llm: Any) -> list[dict[str, Any]]:
+    """The dequant scales of each layer, as the kernels get them: one, or a list."""
     if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
         return []
-    return [
-        {
-            name: getattr(layer.impl, name).scale.dequant_scale.item()
-            for name in ("latent_cache_k", "k_cache", "v_cache")
-            if hasattr(getattr(layer.impl, name, None), "scale")
-        }
-        for layer in attention_layers(llm)
-    ]
+    return [_of_layer(layer.impl) for layer in attention_layers(llm)]
+
+
+def _of_layer(impl: Any) -> dict[str, Any]:
+    names = ("latent_cache_k", "k_cache", "v_cache")
+    found = {name: getattr(getattr(impl, name, None), "scale", None) for name in names}
+    if pieces := getattr(impl, "fp8_inc", None):
+        found["q of decode"] = pieces.decode.q_scale
+        found["prob"] = pieces.decode.prob_scale
+        found |= dict(pieces.prompt.scales.items())
+    scales = {
+        name: scale.dequant_scale.tolist()
+        for name, scale in found.items()
+        if scale is not None
+    }
+    return scales | {"softmax": impl.scale}
+
+
+def _patched_by_inc(llm: Any) -> list[str]:
+    """INC's classes in the model, with the name that their modules have."""
+    if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+        return []
+    found = {
+        f"{name.rpartition('.')[2]}: {type(module).__name__}"
+        for name, module in model_of(llm).named_modules()
+        if type(module).__name__.startswith("Patched")
+    }
+    return sorted(found)
 
 
 if __name__ == "__main__":

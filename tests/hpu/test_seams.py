@@ -156,14 +156,17 @@ def test_without_the_bridge_the_emulated_device_counts(device):
 
 
 @pytest.mark.parametrize("fmt, power", [(GAUDI2, 128.0), (GAUDI3, 256.0)])
-def test_the_scale_of_probabilities(fmt, power):
+def test_the_scale_of_probabilities(fmt, power, caplog_vllm):
     """A power of two within the range, unless the checkpoint's covers 1."""
     default = probability_scale(scales(0.1), fmt)
     assert default.quant_scale == power and default.dequant_scale == 1 / power
     covers = scales(0.1, prob=1 / 200)
     assert probability_scale(covers, fmt) is covers.prob
+    assert not caplog_vllm.text
     clips = scales(0.1, prob=0.7 / fmt.max)
     assert probability_scale(clips, fmt).quant_scale == power
+    said = f"prob scales below 1 / {fmt.max:g} cut off the probability 1"
+    assert caplog_vllm.text.count(said) == 1
     one_clips = scales(0.1, prob=[1 / 200, 0.5 / fmt.max])
     assert probability_scale(one_clips, fmt).quant_scale == power
     assert static(1 / power).quant_scale == power

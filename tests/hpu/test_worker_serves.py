@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests import test_per_head as per_head
 from tests.checkpoints import (
     kv_scales,
     llama_config,
@@ -70,17 +71,29 @@ def gqa_model(tmp_path_factory) -> str:
     return write(tmp_path_factory.mktemp("gqa"), config, tensors)
 
 
+@pytest.fixture(scope="module")
+def per_head_model(tmp_path_factory) -> str:
+    """The same with a scale for each head."""
+    config = llama_config(max_position_embeddings=512)
+    config["quantization_config"] = quantization_config(
+        config_groups={}, kv_cache_scheme=per_head.SCHEME
+    )
+    tensors = weights(config) | per_head.scales([-1])
+    return write(tmp_path_factory.mktemp("per_head"), config, tensors)
+
+
 def job(model: str, options: dict, rounds: int = 1, **kwargs) -> Job:
     prompts, forced = texts() if model == MODEL else random_tokens()
     return Job(model, [prompts] * rounds, forced, options=options, **kwargs)
 
 
 @pytest.fixture(scope="module")
-def gaudi3(tmp_path_factory, gqa_model):
+def gaudi3(tmp_path_factory, gqa_model, per_head_model):
     """Eager, with prefix caching where not said otherwise."""
     jobs = {
         "fp8": job(MODEL, FP8, rounds=2),
         "gqa": job(gqa_model, FP8),
+        "per head": job(per_head_model, FP8),
         "chunked": job(MODEL, FP8 | CHUNKED, env=CONTIGUOUS),
         "chunked bf16": job(MODEL, BF16 | CHUNKED, env=CONTIGUOUS),
         "bf16": job(MODEL, BF16),
@@ -167,6 +180,22 @@ def test_every_layer_computes_with_the_scales_of_the_checkpoint(served, gqa_mode
         for role in "kv":
             scale = stored[f"model.layers.{n}.self_attn.{role}_scale"].item()
             assert layer[f"{role}_cache"] == acting(scale * factor)
+
+
+def test_every_head_has_its_own_scale(gaudi3):
+    """The fused kernel of the prefill takes none per head: it measures its tensors."""
+    for n, layer in enumerate(gaudi3["per head"]["dequant_scales"]):
+        names = {"k": "k_cache", "v": "v_cache", "q": "q of decode"}
+        for role, heads in per_head.HEADS.items():
+            expected = [acting(scale) for scale in per_head.values(role, n, heads)]
+            assert layer[names[role]] == expected
+        assert not {"q", "k", "v"} & layer.keys()
+
+
+def test_scales_per_head_agree_with_the_cpu_backend(gaudi3, on_cpu, per_head_model):
+    expected = on_cpu(per_head_model, "gaudi3")
+    ours = divergence(expected, gaudi3["per head"]["distributions"][0])
+    assert ours.median() < 0.02 < divergence(expected, expected.roll(1, 0)).median()
 
 
 def test_the_latent_has_the_larger_scale_of_k_and_v(served):

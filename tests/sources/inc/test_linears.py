@@ -38,6 +38,24 @@ def test_linear_layers(tmp_path):
     assert len(found.linears) == 5
 
 
+def test_projections_of_mla_are_found_where_the_worker_holds_them(tmp_path):
+    """Its wrapper has them, and its implementation kv_b_proj."""
+    at = "model.layers.3.self_attn.mla_attn"
+    known = {
+        "q_a_proj": f"{at}.q_a_proj",
+        "o_proj": f"{at}.o_proj",
+        "kv_b_proj": f"{at}.mla_attn.impl.kv_b_proj",
+    }
+    nodes = {path: measured(1.5, weight=0.25) for path in known.values()}
+    write_file(tmp_path, nodes)
+    found = read(tmp_path)
+    for name, path in known.items():
+        wanted = f"model.layers.3.self_attn.{name}"
+        assert found.path_of(wanted, found.linears) == path
+    other = "model.layers.4.self_attn.o_proj"
+    assert found.path_of(other, found.linears) == other
+
+
 def test_a_weight_scale_per_channel_belongs_to_its_rank(tmp_path):
     node = cached(0.5, weight={"0": [0.25, 0.125], "1": [1.0, 1.0, 1.0]})
     for rank in (0, 1):

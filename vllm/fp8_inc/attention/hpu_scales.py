@@ -14,6 +14,9 @@ from torch import nn
 
 from vllm.fp8_inc.formats import Fp8Format
 from vllm.fp8_inc.scales import AttentionScales, StaticScale
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
 
 FP8 = torch.float8_e4m3fn
 # Keeps the scale of an all-zero row positive; the HPU worker's constant.
@@ -106,10 +109,17 @@ def probability_scale(scales: AttentionScales, fmt: Fp8Format) -> StaticScale:
     Without one in the checkpoint: the largest power of two within the range, so
     that the smallest number kept is 2^-9 / 128 (Gaudi2) or 2^-9 / 256 (Gaudi3). A
     checkpoint's own was measured on normalised probabilities; where their largest
-    was below 1 it would clip, so it is capped.
+    was below 1 it would clip, so it is not used, and a warning says so.
     """
-    dtype = scales.k.quant_scale.dtype
     largest = 2.0 ** math.floor(math.log2(fmt.max))
-    if scales.prob is None or bool((scales.prob.quant_scale > fmt.max).any()):
-        return StaticScale.from_dequant(1.0 / largest, dtype)
-    return scales.prob
+    if scales.prob is not None:
+        if bool((scales.prob.quant_scale <= fmt.max).all()):
+            return scales.prob
+        logger.warning_once(
+            "fp8_inc: %s: prob scales below 1 / %g cut off the probability 1, which "
+            "the largest logit of each block has; 1 / %g serves in their place",
+            scales.source,
+            fmt.max,
+            largest,
+        )
+    return StaticScale.from_dequant(1.0 / largest, scales.k.quant_scale.dtype)
