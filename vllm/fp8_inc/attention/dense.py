@@ -35,6 +35,9 @@ def causal_attention(
     if padding > 0:
         # Equal head sizes take the fused CPU kernel, which holds no logits.
         v = F.pad(v, (0, padding))
+    if queries == keys and window is None:
+        tile = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return tile[0, ..., : value.shape[-1]].transpose(0, 1)
     out = q.new_empty(queries, query.shape[1], value.shape[-1])
     for start in range(0, queries, _TILE):
         stop = min(start + _TILE, queries)
@@ -53,3 +56,48 @@ def causal_attention(
         )
         out[start:stop] = tile[0, ..., : value.shape[-1]].transpose(0, 1)
     return out
+
+
+class Joined:
+    """Attention of some queries to keys that come in parts, in float32.
+
+    Each part is attended to on its own; the logsumexp of its logits weighs it.
+
+    Args:
+        query: [queries, heads, dim].
+        scale: Multiplies the logits.
+        value_dim: Of every part, at most dim.
+    """
+
+    def __init__(self, query: torch.Tensor, scale: float, value_dim: int) -> None:
+        self.query = query.float().transpose(0, 1)[None]
+        self.scale = scale
+        self.value_dim = value_dim
+        self.out: torch.Tensor | None = None
+        self.logsumexp: torch.Tensor | None = None
+
+    def attend(self, key: torch.Tensor, value: torch.Tensor, causal: bool) -> None:
+        """Adds a part.
+
+        Args:
+            key: [keys, heads, dim].
+            value: [keys, heads, value_dim].
+            causal: Whether these keys are the queries' own tokens; else all are seen.
+        """
+        k, v = (x.float().transpose(0, 1)[None] for x in (key, value))
+        v = F.pad(v, (0, k.shape[-1] - self.value_dim))
+        # What scaled_dot_product_attention calls on a CPU; it alone returns logsumexp.
+        part, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            self.query, k, v, is_causal=causal, scale=self.scale
+        )
+        part, weight = part[0, ..., : self.value_dim], weight[0, ..., None]
+        if self.out is None:
+            self.out, self.logsumexp = part, weight
+            return
+        both = torch.logaddexp(self.logsumexp, weight)
+        self.out = torch.lerp(self.out, part, (weight - both).exp())
+        self.logsumexp = both
+
+    def result(self) -> torch.Tensor:
+        """[queries, heads, value_dim] float32."""
+        return self.out.transpose(0, 1)
