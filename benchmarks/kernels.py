@@ -89,7 +89,7 @@ def decode_case(batch: int, context: int, heads: int) -> tuple[Callable, Callabl
 
 def latent_write_case(tokens: int) -> tuple[Callable, Callable]:
     """Upstream's write of bf16 latents by torch indexing, and our cast and write."""
-    from vllm.fp8_inc.attention.kernels.writers import write_latents
+    from vllm.fp8_inc.attention.kernels.writers import LatentWriter
     from vllm.fp8_inc.formats import GAUDI3
 
     latent = torch.randn(tokens, LATENT).bfloat16()
@@ -104,13 +104,18 @@ def latent_write_case(tokens: int) -> tuple[Callable, Callable]:
             bf16[slots, :LATENT] = latent
             bf16[slots, LATENT:] = rope
 
-    return upstream, lambda: write_latents(latent, rope, codes, slots, 3.0, GAUDI3)
+    writer = LatentWriter(codes, LATENT, 3.0, GAUDI3)
+
+    def ours(cache: torch.Tensor = codes) -> None:
+        writer.write(latent, rope, slots)
+
+    return upstream, ours
 
 
 def heads_write_case(tokens: int) -> tuple[Callable, Callable]:
     """Upstream's write of bf16 K and V, and our cast and write; 8 heads of 128."""
     from vllm import _custom_ops as ops
-    from vllm.fp8_inc.attention.kernels.writers import write_heads
+    from vllm.fp8_inc.attention.kernels.writers import HeadsWriter
     from vllm.fp8_inc.formats import GAUDI3
 
     heads, size, block, blocks = 8, 128, 32, 80
@@ -119,11 +124,15 @@ def heads_write_case(tokens: int) -> tuple[Callable, Callable]:
     bf16 = torch.zeros(blocks, heads, 2 * block, size, dtype=torch.bfloat16)
     planes = bf16.chunk(2, dim=2)
     codes = torch.zeros(blocks, heads, block, 2 * size, dtype=torch.uint8)
-    one = torch.ones(())
-    return (
-        lambda: ops.cpu_attn_reshape_and_cache(key, value, *planes, slots, "vec"),
-        lambda: write_heads(key, value, codes, slots, one, one, GAUDI3),
-    )
+    writer = HeadsWriter(codes, torch.ones(()), torch.ones(()), GAUDI3)
+
+    def upstream() -> None:
+        ops.cpu_attn_reshape_and_cache(key, value, *planes, slots, "vec")
+
+    def ours(cache: torch.Tensor = codes) -> None:
+        writer.write(key, value, slots)
+
+    return upstream, ours
 
 
 def prefill_case(tokens: int, heads: int = 16) -> tuple[Callable, Callable]:

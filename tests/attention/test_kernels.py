@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import device_numbers
-from vllm.fp8_inc.attention.kernels import mla, runtime
+from vllm.fp8_inc.attention.kernels import mla, writers
 from vllm.fp8_inc.attention.kernels.mla import decode_latents
-from vllm.fp8_inc.attention.kernels.writers import write_heads, write_latents
+from vllm.fp8_inc.attention.kernels.writers import HeadsWriter, LatentWriter
 from vllm.fp8_inc.formats import FORMATS, GAUDI2, GAUDI3
 
 STORED = {
@@ -166,7 +166,8 @@ def test_every_activation_is_cast(dtype, device, quant_scale):
     scale = torch.tensor(quant_scale).to(dtype).item()
     cache = torch.zeros(128, 8, 64, dtype=torch.uint8)
     slots = torch.arange(1024).flip(0)
-    write_latents(x[:, :48], x[:, 48:], cache, slots, scale, FORMATS[device])
+    writer = LatentWriter(cache, 48, scale, FORMATS[device])
+    writer.write(x[:, :48], x[:, 48:], slots)
     np.testing.assert_array_equal(
         cache.view(-1, 64).flip(0).numpy(), device_numbers.cast(x, scale, device)
     )
@@ -179,7 +180,8 @@ def test_float32_activations_are_cast_once(device):
     for x in (bits.view(torch.float32), near, near * 2.0**-12):
         cache = torch.zeros(256, 16, 32, dtype=torch.uint8)
         slots = torch.arange(4096)
-        write_latents(x[:, :16], x[:, 16:], cache, slots, 1.7, FORMATS[device])
+        writer = LatentWriter(cache, 16, 1.7, FORMATS[device])
+        writer.write(x[:, :16], x[:, 16:], slots)
         expected = device_numbers.cast(x, np.float32(1.7), device)
         np.testing.assert_array_equal(cache.view(-1, 32).numpy(), expected)
 
@@ -191,26 +193,36 @@ def test_an_unquantised_cache_is_written(dtype, target):
     cache = torch.zeros(4, 16, 48, dtype=target)
     slots = torch.randperm(64)[:40]
     slots[7] = -1
-    write_latents(x[:, :32], x[:, 32:], cache, slots, 1.0, GAUDI3)
+    LatentWriter(cache, 32, 1.0, GAUDI3).write(x[:, :32], x[:, 32:], slots)
     expected = torch.zeros(64, 48, dtype=target)
     kept = slots >= 0
     expected[slots[kept]] = x[kept].to(target)
     assert torch.equal(cache.view(-1, 48), expected)
 
 
+def heads_slots(tokens, block):
+    """Tokens of a batch: a prompt from the middle of a block on, decodes, one left out."""
+    slots = torch.arange(tokens) + 2 * block + 5
+    slots[40:56] = torch.tensor([block * (11 - i % 2) + i for i in range(16)])
+    slots[3] = -1
+    return slots
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("per_head", [False, True])
-def test_heads_are_written(threads, per_head, monkeypatch):
-    monkeypatch.setattr(runtime, "threads_for", lambda operations: threads)
-    tokens, heads, size, block = 70, 3, 48, 16
+@pytest.mark.parametrize("block", [16, 32])
+def test_heads_are_written(threads, per_head, block, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(writers, "SMALL", 0)
+    tokens, heads, size = 90, 3, 48
     packed = torch.randn(tokens, 2, heads, size).bfloat16()
     key, value = packed.unbind(1)
     quant = torch.tensor([1.5, 0.75, 40.0]) if per_head else torch.tensor(1.5)
-    slots = torch.randperm(8 * block)[:tokens]
-    slots[3] = -1
-    cache = torch.zeros(8, heads, block, 2 * size, dtype=torch.uint8)
-    write_heads(key, value, cache, slots, quant, quant * 2, GAUDI2)
-    halves = cache.view(8, heads, 2, block * size)
+    slots = heads_slots(tokens, block)
+    cache = torch.zeros(12, heads, block, 2 * size, dtype=torch.uint8)
+    writer = HeadsWriter(cache, quant, quant * 2, GAUDI2)
+    writer.write(key, value, slots)
+    halves = cache.view(12, heads, 2, block * size)
     k_plane = halves[:, :, 0].unflatten(-1, (size, block))
     v_plane = halves[:, :, 1].unflatten(-1, (block, size))
     scale = quant[:, None] if per_head else quant

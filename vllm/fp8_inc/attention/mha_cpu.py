@@ -15,9 +15,12 @@ import torch
 
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.config.cache import CacheDType
-from vllm.fp8_inc.attention.cache import decode_from_cache, storage
+from vllm.fp8_inc.attention.cache import MadeFor, decode_from_cache, storage
 from vllm.fp8_inc.attention.dense import causal_attention
-from vllm.fp8_inc.attention.kernels.writers import heads_of_gqa, write_heads
+from vllm.fp8_inc.attention.kernels.writers import (
+    HeadsWriter,
+    heads_of_gqa,
+)
 from vllm.fp8_inc.scales import AttentionScales
 from vllm.fp8_inc.settings import Settings
 from vllm.logger import init_logger
@@ -165,6 +168,7 @@ class CPUFp8Impl(CPUAttentionBackendImpl):
         vllm_config = get_current_vllm_config()
         self.format = Settings.of(vllm_config).format
         self.scales: AttentionScales | None = None
+        self._writer = MadeFor(self._make_writer)
         if not upstream_reads(vllm_config, head_size):
             logger.info_once(
                 "fp8_inc: upstream's FP8 attention kernel needs AVX-512 and block and "
@@ -212,15 +216,11 @@ class CPUFp8Impl(CPUAttentionBackendImpl):
             kv_cache: [blocks, kv_heads, block_size, 2 * head_size].
             slot_mapping: [tokens], -1 for padding.
         """
-        write_heads(
-            key,
-            value,
-            storage(kv_cache),
-            slot_mapping,
-            self.scales.k.quant_scale,
-            self.scales.v.quant_scale,
-            self.format,
-        )
+        self._writer(kv_cache, self.scales).write(key, value, slot_mapping)
+
+    def _make_writer(self, cache: torch.Tensor) -> HeadsWriter:
+        k, v = self.scales.k.quant_scale, self.scales.v.quant_scale
+        return HeadsWriter(cache, k, v, self.format)
 
     def forward(
         self,

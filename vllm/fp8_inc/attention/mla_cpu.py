@@ -16,11 +16,11 @@ import torch
 
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.config.cache import CacheDType
-from vllm.fp8_inc.attention.cache import decode_from_cache, storage
+from vllm.fp8_inc.attention.cache import MadeFor, decode_from_cache, storage
 from vllm.fp8_inc.attention.dense import Joined
 from vllm.fp8_inc.attention.kernels.mla import decode_latents
 from vllm.fp8_inc.attention.kernels.mla import load as load_kernels
-from vllm.fp8_inc.attention.kernels.writers import write_latents
+from vllm.fp8_inc.attention.kernels.writers import LatentWriter
 from vllm.fp8_inc.layers.linear import PlainLinearMethod
 from vllm.fp8_inc.scales import AttentionScales, StaticScale
 from vllm.fp8_inc.settings import Settings
@@ -176,6 +176,7 @@ class CPUMLAImpl(MLACommonBaseImpl[MLACommonMetadata]):
         self.cp_kv_cache_interleave_size = 1
         self.format = Settings.of(get_current_vllm_config()).format
         self.scales: AttentionScales | None = None
+        self._writer = MadeFor(self._make_writer)
         if type(kv_b_proj.quant_method) is UnquantizedLinearMethod:
             kv_b_proj.quant_method = PlainLinearMethod()
 
@@ -205,15 +206,12 @@ class CPUMLAImpl(MLACommonBaseImpl[MLACommonMetadata]):
         """
         if kv_cache.numel() == 0:
             return
-        scale = self._scale
-        write_latents(
-            kv_c_normed,
-            k_pe.squeeze(1),
-            storage(kv_cache),
-            slot_mapping,
-            1.0 if scale is None else scale.quant_scale.item(),
-            self.format,
-        )
+        writer = self._writer(kv_cache, self.scales)
+        writer.write(kv_c_normed, k_pe.squeeze(1), slot_mapping)
+
+    def _make_writer(self, cache: torch.Tensor) -> LatentWriter:
+        scale = 1.0 if self._scale is None else self._scale.quant_scale.item()
+        return LatentWriter(cache, self.kv_lora_rank, scale, self.format)
 
     def _read(
         self, kv_cache: torch.Tensor, block_table: torch.Tensor, tokens: range

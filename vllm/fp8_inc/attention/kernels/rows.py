@@ -28,10 +28,10 @@ FP8, BF16, FP16, FLOAT32 = range(4)
 # The kernels read FP8 as 2^-8 of its value; whoever calls folds it into a scale.
 FP8_UNIT = 256.0
 
-# numpy's names of what lies in memory.
-CODE, SLOT = np.uint8, np.int64
+# numpy's name of a slot in memory.
+SLOT = np.int64
 
-_AT_ONCE = 16  # numbers; every row size is a multiple
+AT_ONCE = 16  # numbers; every row size is a multiple
 _LINE = 64  # bytes that memory moves at once
 
 
@@ -71,155 +71,64 @@ def float_to_bf16(b, values):
     return b.trunc(b.lshr(rounded, splat(kind, 16)), vector(I16, kind.count))
 
 
-def float_to_fp8(b, values, is_nan, maximum, nan_sign):
-    """<n x float> to codes: to nearest even, saturating, as Fp8Format.encode.
-
-    Args:
-        b: The builder.
-        values: <n x float>.
-        is_nan: <n x i1>, which of them are NaN.
-        maximum: float, the largest finite value of the flavour.
-        nan_sign: i32, 0x80 where NaN keeps its sign, else 0.
-    """
-    lanes = values.type.count
-    kind, floats = vector(I32, lanes), values.type
-    bits = b.bitcast(values, kind)
-    sign = b.and_(b.lshr(bits, splat(kind, 24)), splat(kind, 0x80))
-    size = b.bitcast(b.and_(bits, splat(kind, 0x7FFFFFFF)), floats)
-    top = broadcast(b, maximum, lanes)
-    size = b.select(b.fcmp_ordered(">", size, top), top, size)
-    bits = b.bitcast(size, kind)
-    last = b.and_(b.lshr(bits, splat(kind, 20)), splat(kind, 1))
-    normal = b.lshr(b.add(b.add(bits, splat(kind, 0x7FFFF)), last), splat(kind, 20))
-    normal = b.sub(normal, splat(kind, (127 - 7) << 3))
-    # 2^14 has the denormals' spacing, so the addition rounds to it.
-    denormal = b.bitcast(b.fadd(size, splat(floats, 2.0**14)), kind)
-    denormal = b.sub(denormal, splat(kind, 0x46800000))
-    small = b.fcmp_ordered("<", size, splat(floats, 2.0**-6))
-    codes = b.or_(b.select(small, denormal, normal), sign)
-    nan = b.or_(splat(kind, 0x7F), b.and_(sign, broadcast(b, nan_sign, lanes)))
-    return b.trunc(b.select(is_nan, nan, codes), vector(I8, lanes))
-
-
-def _round_to_bf16(b, values):
-    """The nearest bfloat16, as float; NaN may become anything."""
-    kind = vector(I32, values.type.count)
-    bits = b.bitcast(values, kind)
-    last = b.and_(b.lshr(bits, splat(kind, 16)), splat(kind, 1))
-    rounded = b.add(b.add(bits, splat(kind, 0x7FFF)), last)
-    return b.bitcast(b.and_(rounded, splat(kind, -(2**16))), values.type)
-
-
-def _round_to_fp16(b, values):
-    """The nearest float16, as float."""
-    half = b.fptrunc(values, vector(F16, values.type.count))
-    return b.fpext(half, values.type)
-
-
-def _fp8_writer(element, to_float, to_product):
-    """Makes the function that casts rows of one activation dtype.
-
-    The product with the quant scale is rounded to that dtype, as on the device.
-    """
-    of = vector(element, _AT_ONCE)
-    size_of = {I16: 2, F16: 2, F32: 4}[element]
-
-    @emitted(*[types.int64] * 3, types.float32, types.float32, types.int64)
-    def write(b, source, target, size, quant_scale, maximum, nan_sign):
-        scale = broadcast(b, quant_scale, _AT_ONCE)
-        nan_sign = b.trunc(nan_sign, I32)
-
-        def convert(address):
-            values = to_float(b, load(b, address, of, size_of))
-            exact = b.fmul(values, scale)
-            is_nan = b.fcmp_unordered("uno", exact, exact)
-            return float_to_fp8(b, to_product(b, exact), is_nan, maximum, nan_sign)
-
-        _convert_row(b, source, target, size, size_of, convert, 1)
-
-    return write
-
-
-_fp8_from_bf16 = _fp8_writer(I16, bf16_to_float, _round_to_bf16)
-_fp8_from_fp16 = _fp8_writer(
-    F16, lambda b, x: b.fpext(x, vector(F32, _AT_ONCE)), _round_to_fp16
-)
-_fp8_from_float = _fp8_writer(F32, lambda b, x: x, lambda b, x: x)
-
-
-@njit
-def fp8_cast_row(kind, source, target, size, quant_scale, maximum, nan_sign):
-    """Casts ``size`` activations of any dtype to codes, as Fp8Format.cast."""
-    if kind == BF16:
-        _fp8_from_bf16(source, target, size, quant_scale, maximum, nan_sign)
-    elif kind == FP16:
-        _fp8_from_fp16(source, target, size, quant_scale, maximum, nan_sign)
-    else:
-        _fp8_from_float(source, target, size, quant_scale, maximum, nan_sign)
-
-
-def _convert_row(b, source, target, size, source_bytes, convert, target_bytes=4):
+def convert_row(b, source, target, size, source_bytes, convert, target_bytes=4):
     def body(i, _):
-        out = convert(offset(b, source, i, _AT_ONCE * source_bytes))
-        store(b, out, offset(b, target, i, _AT_ONCE * target_bytes), target_bytes)
+        out = convert(offset(b, source, i, AT_ONCE * source_bytes))
+        store(b, out, offset(b, target, i, AT_ONCE * target_bytes), target_bytes)
         return []
 
-    loop(b, b.sdiv(size, size.type(_AT_ONCE)), [], body)
+    loop(b, b.sdiv(size, size.type(AT_ONCE)), [], body)
 
 
 @emitted(types.int64, types.int64, types.int64, types.int64)
 def fp8_row(b, source, target, size, max_code):
     """``size`` codes at ``source`` to float32 at ``target``, in FP8_UNIT."""
-    _convert_row(
+    convert_row(
         b,
         source,
         target,
         size,
         1,
-        lambda a: fp8_to_float(b, load(b, a, vector(I8, _AT_ONCE), 1), max_code),
+        lambda a: fp8_to_float(b, load(b, a, vector(I8, AT_ONCE), 1), max_code),
     )
 
 
 @emitted(types.int64, types.int64, types.int64)
 def bf16_row(b, source, target, size):
     """``size`` bfloat16 at ``source`` to float32 at ``target``."""
-    _convert_row(
+    convert_row(
         b,
         source,
         target,
         size,
         2,
-        lambda a: bf16_to_float(b, load(b, a, vector(I16, _AT_ONCE), 2)),
+        lambda a: bf16_to_float(b, load(b, a, vector(I16, AT_ONCE), 2)),
     )
 
 
 @emitted(types.int64, types.int64, types.int64)
 def fp16_row(b, source, target, size):
     """``size`` float16 at ``source`` to float32 at ``target``."""
-    _convert_row(
+    convert_row(
         b,
         source,
         target,
         size,
         2,
-        lambda a: b.fpext(load(b, a, vector(F16, _AT_ONCE), 2), vector(F32, _AT_ONCE)),
+        lambda a: b.fpext(load(b, a, vector(F16, AT_ONCE), 2), vector(F32, AT_ONCE)),
     )
 
 
 @emitted(types.int64, types.int64, types.int64)
 def float_row(b, source, target, size):
     """``size`` float32 at ``source`` to ``target``."""
-    _convert_row(
-        b, source, target, size, 4, lambda a: load(b, a, vector(F32, _AT_ONCE))
-    )
+    convert_row(b, source, target, size, 4, lambda a: load(b, a, vector(F32, AT_ONCE)))
 
 
 @emitted(types.int64, types.int64)
 def zero_row(b, target, size):
     """Writes ``size`` zeros of float32."""
-    _convert_row(
-        b, target, target, size, 4, lambda a: splat(vector(F32, _AT_ONCE), 0.0)
-    )
+    convert_row(b, target, target, size, 4, lambda a: splat(vector(F32, AT_ONCE), 0.0))
 
 
 @emitted(types.int64, types.int64)
@@ -240,14 +149,14 @@ def prefetch_row(b, source, size):
 @emitted(types.int64, types.int64, types.int64, types.float32)
 def scale_row(b, source, target, size, factor):
     """target = source * factor, ``size`` float32 numbers."""
-    _convert_row(
+    convert_row(
         b,
         source,
         target,
         size,
         4,
         lambda a: b.fmul(
-            load(b, a, vector(F32, _AT_ONCE)), broadcast(b, factor, _AT_ONCE)
+            load(b, a, vector(F32, AT_ONCE)), broadcast(b, factor, AT_ONCE)
         ),
     )
 
@@ -255,13 +164,13 @@ def scale_row(b, source, target, size, factor):
 @emitted(types.int64, types.int64, types.int64)
 def to_bf16_row(b, source, target, size):
     """``size`` float32 at ``source`` to bfloat16 at ``target``."""
-    _convert_row(
+    convert_row(
         b,
         source,
         target,
         size,
         4,
-        lambda a: float_to_bf16(b, load(b, a, vector(F32, _AT_ONCE))),
+        lambda a: float_to_bf16(b, load(b, a, vector(F32, AT_ONCE))),
         2,
     )
 
@@ -269,13 +178,13 @@ def to_bf16_row(b, source, target, size):
 @emitted(types.int64, types.int64, types.int64)
 def to_fp16_row(b, source, target, size):
     """``size`` float32 at ``source`` to float16 at ``target``."""
-    _convert_row(
+    convert_row(
         b,
         source,
         target,
         size,
         4,
-        lambda a: b.fptrunc(load(b, a, vector(F32, _AT_ONCE)), vector(F16, _AT_ONCE)),
+        lambda a: b.fptrunc(load(b, a, vector(F32, AT_ONCE)), vector(F16, AT_ONCE)),
         2,
     )
 

@@ -64,6 +64,10 @@ class Kernel:
         kinds = (record[name] for name in record.names)
         self.layout = struct.Struct("@" + "".join(kind.char for kind in kinds))
 
+    def bind(self, calls: int, **fields: float) -> "Bound":
+        """Packs all but the first ``calls`` fields of the record once."""
+        return Bound(self, calls, [fields[name] for name in self.names[calls:]])
+
     @functools.cached_property
     def compiled(self) -> CFunc:
         """Compiles, or loads from disk."""
@@ -94,6 +98,33 @@ class Kernel:
             _openmp()(function, record, threads, 0)
 
 
+class Bound:
+    """A kernel with most of its record packed: a call has little left to do.
+
+    Args:
+        kernel: Of which.
+        calls: How many int64 fields come with each call.
+        values: All other fields, in order.
+    """
+
+    def __init__(self, kernel: Kernel, calls: int, values: list[float]) -> None:
+        head = len(_HEAD) + calls
+        kinds = kernel.layout.format[1 + head :]
+        self._head = struct.Struct(f"@{head}q").pack
+        self._rest = struct.Struct("@" + kinds).pack(*values)
+        self._record = ctypes.c_char * kernel.layout.size
+        self._address = kernel.compiled.address
+        self._serial = _serial(self._address)
+
+    def __call__(self, threads: int, *values: int) -> None:
+        """Runs on ``threads`` threads, this one included."""
+        record = self._record.from_buffer_copy(self._head(0, 0, *values) + self._rest)
+        if threads == 1:
+            self._serial(record)
+        else:
+            _openmp()(self._address, record, threads, 0)
+
+
 @functools.cache
 def _serial(address: int) -> Callable:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
@@ -121,11 +152,11 @@ def _kept_in(folder: Path | None) -> Iterator[None]:
 
 def threads_for(operations: float) -> int:
     """How many threads are worth waking for so many multiply-adds."""
-    return 1 if operations < _SMALL else torch.get_num_threads()
+    return 1 if operations < SMALL else torch.get_num_threads()
 
 
-# Below, waking threads takes longer than the work.
-_SMALL = 200_000
+# Multiply-adds. Below, waking threads takes longer than the work.
+SMALL = 200_000
 
 
 @functools.cache

@@ -6,11 +6,12 @@ import torch
 from numba import carray, njit
 
 from vllm.fp8_inc.attention.kernels import rows
+from vllm.fp8_inc.attention.kernels.casts import cast_row, scatter_row, transpose
 from vllm.fp8_inc.attention.kernels.runtime import (
     KINDS,
+    SMALL,
     Kernel,
     record_type,
-    threads_for,
 )
 from vllm.fp8_inc.attention.kernels.vectors import (
     address_of,
@@ -21,14 +22,16 @@ from vllm.fp8_inc.attention.kernels.vectors import (
 from vllm.fp8_inc.formats import Fp8Format
 
 # Tokens that a thread takes at once.
-_TOKENS = 16
+_TOKENS = 64
+# Tokens that follow each other in a block and are transposed at once.
+_RUN = rows.AT_ONCE
 # What one number costs, in multiply-adds.
-_COST = 16
+_COST = 8
 
-# Strides in bytes, sizes in elements.
+# Strides in bytes, sizes in elements; the first 7 and 9 fields come with each call.
 _MLA_RECORD = record_type(
-    "latent latent_token latent_size rope rope_token rope_size kind "
-    "slots tokens cache cache_block cache_row cache_kind block_size own nan_sign",
+    "latent latent_token rope rope_token kind slots tokens "
+    "latent_size size cache cache_block cache_row cache_kind block_size own nan_sign",
     "quant_scale maximum",
 )
 _GQA_RECORD = record_type(
@@ -39,109 +42,151 @@ _GQA_RECORD = record_type(
 )
 
 
-def write_latents(
-    latent: torch.Tensor,
-    rope: torch.Tensor,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    quant_scale: float,
-    fmt: Fp8Format,
-) -> None:
-    """Writes one row [latent, rope] for each token.
+class LatentWriter:
+    """Writes rows [latent, rope] into one cache, which the caller keeps alive.
 
     Args:
-        latent: [tokens, latent] activations; the last dimension is contiguous and a
-            multiple of 16.
-        rope: [tokens, rope], as latent.
         cache: [blocks, block_size, latent + rope], written: uint8 for codes, or
             bfloat16, float16 or float32.
-        slots: [tokens], block * block_size + offset; -1: not written.
+        latent_size: A multiple of 16, as the rope's is.
         quant_scale: q = cast(x * quant_scale), in the dtype of the activations; for
             uint8 only.
         fmt: The flavour of codes.
     """
-    slots = slots.flatten().long()  # what the kernel reads; vLLM's are so already
-    size = cache.shape[-1]
-    itemsize = latent.element_size()
-    threads = threads_for(len(slots) * size * _COST)
-    own = torch.empty(threads * size, dtype=torch.float32)
-    latents(
-        threads,
-        latent=latent.data_ptr(),
-        latent_token=latent.stride(0) * itemsize,
-        latent_size=latent.shape[-1],
-        rope=rope.data_ptr(),
-        rope_token=rope.stride(0) * itemsize,
-        rope_size=rope.shape[-1],
-        kind=KINDS[latent.dtype],
-        slots=slots.data_ptr(),
-        tokens=len(slots),
-        cache=cache.data_ptr(),
-        cache_block=cache.stride(0) * cache.element_size(),
-        cache_row=cache.stride(1) * cache.element_size(),
-        cache_kind=KINDS[cache.dtype],
-        block_size=cache.shape[1],
-        own=own.data_ptr(),
-        nan_sign=_nan_sign(fmt),
-        quant_scale=quant_scale,
-        maximum=fmt.max,
-    )
+
+    def __init__(
+        self,
+        cache: torch.Tensor,
+        latent_size: int,
+        quant_scale: float,
+        fmt: Fp8Format,
+    ) -> None:
+        self._size = size = cache.shape[-1]
+        self._threads = torch.get_num_threads()
+        self._own = torch.empty(self._threads * size, dtype=torch.float32)
+        self._run = latents.bind(
+            7,
+            latent_size=latent_size,
+            size=size,
+            cache=cache.data_ptr(),
+            cache_block=cache.stride(0) * cache.element_size(),
+            cache_row=cache.stride(1) * cache.element_size(),
+            cache_kind=KINDS[cache.dtype],
+            block_size=cache.shape[1],
+            own=self._own.data_ptr(),
+            nan_sign=_nan_sign(fmt),
+            quant_scale=quant_scale,
+            maximum=fmt.max,
+        )
+
+    def write(
+        self, latent: torch.Tensor, rope: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Writes one row for each token.
+
+        Args:
+            latent: [tokens, latent] activations; the last dimension is contiguous.
+            rope: [tokens, rope], as latent.
+            slots: [tokens], block * block_size + offset; -1: not written.
+        """
+        slots = _int64(slots)
+        tokens = slots.numel()
+        itemsize = latent.itemsize
+        self._run(
+            self._threads if tokens * self._size * _COST >= SMALL else 1,
+            latent.data_ptr(),
+            latent.stride(0) * itemsize,
+            rope.data_ptr(),
+            rope.stride(0) * itemsize,
+            KINDS[latent.dtype],
+            slots.data_ptr(),
+            tokens,
+        )
 
 
-def write_heads(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    key_scales: torch.Tensor,
-    value_scales: torch.Tensor,
-    fmt: Fp8Format,
-) -> None:
-    """Writes K and V of every head of each token, as upstream's CPU cache has them.
+class HeadsWriter:
+    """Writes K and V of every head into one cache, laid out as upstream's on CPU.
+
+    The caller keeps the cache alive.
 
     Args:
-        key: [tokens, kv_heads, head_size] activations; the last dimension is
-            contiguous and a multiple of 16.
-        value: As key.
         cache: [blocks, kv_heads, block_size, 2 * head_size] uint8, written: in each
             head of a block K as [head_size, block_size], then V as
-            [block_size, head_size].
-        slots: [tokens]; -1: not written.
+            [block_size, head_size]. head_size is a multiple of 16.
         key_scales: [] or [kv_heads] quant scales; q = cast(x * quant_scale).
         value_scales: As key_scales.
         fmt: The flavour of codes.
     """
-    slots = slots.flatten().long()
-    _, heads, block_size, _ = cache.shape
-    key_scales, value_scales = key_scales.float(), value_scales.float()
-    itemsize = key.element_size()
-    threads = threads_for(2 * key.numel() * _COST)
-    own = torch.empty(threads * key.shape[-1], dtype=torch.float32)
-    heads_of_gqa(
-        threads,
-        key=key.data_ptr(),
-        key_token=key.stride(0) * itemsize,
-        key_head=key.stride(1) * itemsize,
-        value=value.data_ptr(),
-        value_token=value.stride(0) * itemsize,
-        value_head=value.stride(1) * itemsize,
-        kind=KINDS[key.dtype],
-        slots=slots.data_ptr(),
-        tokens=len(slots),
-        cache=cache.data_ptr(),
-        cache_block=cache.stride(0),
-        cache_head=cache.stride(1),
-        block_size=block_size,
-        heads=heads,
-        head_size=key.shape[-1],
-        own=own.data_ptr(),
-        nan_sign=_nan_sign(fmt),
-        key_scales=key_scales.data_ptr(),
-        value_scales=value_scales.data_ptr(),
-        key_step=key_scales.ndim,
-        value_step=value_scales.ndim,
-        maximum=fmt.max,
-    )
+
+    def __init__(
+        self,
+        cache: torch.Tensor,
+        key_scales: torch.Tensor,
+        value_scales: torch.Tensor,
+        fmt: Fp8Format,
+    ) -> None:
+        _, heads, block_size, both = cache.shape
+        self._numbers = heads * both
+        self._threads = torch.get_num_threads()
+        # Memory that the record points to.
+        self._kept = (
+            torch.empty(self._threads * _RUN * both // 2, dtype=torch.uint8),
+            key_scales.float(),
+            value_scales.float(),
+        )
+        own, key_scales, value_scales = self._kept
+        self._run = heads_of_gqa.bind(
+            9,
+            cache=cache.data_ptr(),
+            cache_block=cache.stride(0),
+            cache_head=cache.stride(1),
+            block_size=block_size,
+            heads=heads,
+            head_size=both // 2,
+            own=own.data_ptr(),
+            nan_sign=_nan_sign(fmt),
+            key_scales=key_scales.data_ptr(),
+            key_step=key_scales.ndim,
+            value_scales=value_scales.data_ptr(),
+            value_step=value_scales.ndim,
+            maximum=fmt.max,
+        )
+
+    def write(
+        self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Writes K and V of each token.
+
+        Args:
+            key: [tokens, kv_heads, head_size] activations; the last dimension is
+                contiguous.
+            value: As key.
+            slots: [tokens], block * block_size + offset; -1: not written.
+        """
+        slots = _int64(slots)
+        tokens = slots.numel()
+        itemsize = key.itemsize
+        key_token, key_head, _ = key.stride()
+        value_token, value_head, _ = value.stride()
+        self._run(
+            self._threads if tokens * self._numbers * _COST >= SMALL else 1,
+            key.data_ptr(),
+            key_token * itemsize,
+            key_head * itemsize,
+            value.data_ptr(),
+            value_token * itemsize,
+            value_head * itemsize,
+            KINDS[key.dtype],
+            slots.data_ptr(),
+            tokens,
+        )
+
+
+def _int64(slots: torch.Tensor) -> torch.Tensor:
+    """What the kernels read; vLLM's are so already."""
+    if slots.dtype is torch.int64 and slots.is_contiguous():
+        return slots
+    return slots.long().contiguous()
 
 
 def _nan_sign(fmt: Fp8Format) -> int:
@@ -152,9 +197,7 @@ def _nan_sign(fmt: Fp8Format) -> int:
 def _write_part(a, source, size, target, own):
     """A part of a row, to codes or to another dtype."""
     if a.cache_kind == rows.FP8:
-        rows.fp8_cast_row(
-            a.kind, source, target, size, a.quant_scale, a.maximum, a.nan_sign
-        )
+        cast_row(a.kind, source, target, size, a.quant_scale, a.maximum, a.nan_sign)
         return
     rows.read_row(a.kind, 0, source, own, size)
     rows.write_row(a.cache_kind, own, target, size)
@@ -167,36 +210,56 @@ def _latent_row(a, token, slot, own):
     itemsize = rows.itemsize(a.cache_kind)
     _write_part(a, a.latent + token * a.latent_token, a.latent_size, target, own)
     target += itemsize * a.latent_size
-    _write_part(a, a.rope + token * a.rope_token, a.rope_size, target, own)
+    rope = a.rope + token * a.rope_token
+    _write_part(a, rope, a.size - a.latent_size, target, own)
 
 
 @njit
-def _head_rows(a, token, slot, own):
-    """All heads of a token; K goes to a column."""
+def _run_from(a, slots, token, stop):
+    """How many tokens from ``token`` on follow each other in a block; _RUN at most."""
+    slot = slots[token]
+    most = min(_RUN, stop - token, a.block_size - slot % a.block_size)
+    run = 1
+    while run < most and slots[token + run] == slot + run:
+        run += 1
+    return run
+
+
+@njit
+def _cast(a, source, target, scale):
+    """A head of a token."""
+    size = a.head_size
+    cast_row(a.kind, source, target, size, scale, a.maximum, a.nan_sign)
+
+
+@njit
+def _write_run(a, token, slot, run, own):
+    """All heads of ``run`` tokens; K goes to columns."""
     block = a.cache + slot // a.block_size * a.cache_block
     place = slot % a.block_size
     size = a.head_size
-    codes = carray(pointer(own), size, rows.CODE)
     key_scales = floats(a.key_scales, 1 + (a.heads - 1) * a.key_step)
     value_scales = floats(a.value_scales, 1 + (a.heads - 1) * a.value_step)
     for h in range(a.heads):
-        head = block + h * a.cache_head
-        source = a.key + token * a.key_token + h * a.key_head
-        scale = key_scales[h * a.key_step]
-        rows.fp8_cast_row(a.kind, source, own, size, scale, a.maximum, a.nan_sign)
-        column = carray(pointer(head), (size, a.block_size), rows.CODE)
-        for i in range(size):
-            column[i, place] = codes[i]
-        source = a.value + token * a.value_token + h * a.value_head
-        scale = value_scales[h * a.value_step]
-        target = head + (a.block_size + place) * size
-        rows.fp8_cast_row(a.kind, source, target, size, scale, a.maximum, a.nan_sign)
+        keys = block + h * a.cache_head
+        values = keys + (a.block_size + place) * size
+        key = a.key + token * a.key_token + h * a.key_head
+        value = a.value + token * a.value_token + h * a.value_head
+        for i in range(run):
+            row = own + i * size
+            _cast(a, key + i * a.key_token, row, key_scales[h * a.key_step])
+            to = values + i * size
+            _cast(a, value + i * a.value_token, to, value_scales[h * a.value_step])
+            if run < _RUN:
+                scatter_row(row, keys + place + i, a.block_size, size)
+        if run == _RUN:
+            transpose(own, size, keys + place, a.block_size, size)
 
 
 def _latents_of(record):
     a = carray(record, 1)[0]
     counters = address_of(record)
-    own = fetch_add(counters + 8, 1) * (a.latent_size + a.rope_size) * 4 + a.own
+    own = fetch_add(counters + 8, 1) * a.size * 4 + a.own
     slots = carray(pointer(a.slots), a.tokens, rows.SLOT)
     start = fetch_add(counters, _TOKENS)
     while start < a.tokens:
@@ -209,14 +272,18 @@ def _latents_of(record):
 def _heads_of(record):
     a = carray(record, 1)[0]
     counters = address_of(record)
-    own = fetch_add(counters + 8, 1) * a.head_size * 4 + a.own
+    own = fetch_add(counters + 8, 1) * a.head_size * _RUN + a.own
     slots = carray(pointer(a.slots), a.tokens, rows.SLOT)
-    start = fetch_add(counters, _TOKENS)
-    while start < a.tokens:
-        for token in range(start, min(start + _TOKENS, a.tokens)):
+    token = fetch_add(counters, _TOKENS)
+    while token < a.tokens:
+        stop = min(token + _TOKENS, a.tokens)
+        while token < stop:
+            run = 1
             if slots[token] >= 0:
-                _head_rows(a, token, slots[token], own)
-        start = fetch_add(counters, _TOKENS)
+                run = _run_from(a, slots, token, stop)
+                _write_run(a, token, slots[token], run, own)
+            token += run
+        token = fetch_add(counters, _TOKENS)
 
 
 latents = Kernel(_latents_of, _MLA_RECORD)
