@@ -201,7 +201,7 @@ def test_an_unquantised_cache_is_written(dtype, target):
 
 
 def heads_slots(tokens, block):
-    """Tokens of a batch: a prompt from the middle of a block on, decodes, one left out."""
+    """A prompt from the middle of a block on, decodes; one token is not written."""
     slots = torch.arange(tokens) + 2 * block + 5
     slots[40:56] = torch.tensor([block * (11 - i % 2) + i for i in range(16)])
     slots[3] = -1

@@ -9,6 +9,7 @@ from vllm.fp8_inc.attention.kernels.rows import (
     AT_ONCE,
     BF16,
     FP16,
+    bf16_to_float,
     convert_row,
 )
 from vllm.fp8_inc.attention.kernels.vectors import (
@@ -23,6 +24,7 @@ from vllm.fp8_inc.attention.kernels.vectors import (
     emitted,
     load,
     loop,
+    offset,
     shuffle,
     splat,
     store,
@@ -37,7 +39,7 @@ _ORDER = _HALVES[0] + _HALVES[1]
 _TO_FLOAT16 = 2.0**-8 * (1 + 2.0**-20)
 
 
-def bf16_to_fp8(b, bits, quant_scale, maximum, nan_sign):
+def bf16_to_fp8(b, bits, quant_scale, maximum):
     """<16 x i16> bits of bfloat16 to <16 x i8> codes, by way of float16.
 
     2^-8 of an E4M3 number is a float16 number, and denormals of one are denormals of
@@ -52,7 +54,10 @@ def bf16_to_fp8(b, bits, quant_scale, maximum, nan_sign):
         bits: <16 x i16>.
         quant_scale: float; the product is rounded to bfloat16, as on the device.
         maximum: float, the largest finite value of the flavour.
-        nan_sign: i32, 0x80 where NaN keeps its sign, else 0.
+
+    Returns:
+        The codes, where a NaN became the largest finite one, and the float16
+        numbers' sizes as <16 x i16>: above 0x7C00 for NaN.
     """
     kind, scale = bits.type, broadcast(b, quant_scale, AT_ONCE // 2)
     parts = []
@@ -67,18 +72,14 @@ def bf16_to_fp8(b, bits, quant_scale, maximum, nan_sign):
         parts.append(b.bitcast(half, vector(I16, AT_ONCE // 2)))
     half = shuffle(b, *parts, range(AT_ONCE))
     size = b.and_(half, splat(kind, 0x7FFF))
-    nan = b.sext(b.icmp_signed(">", size, splat(kind, 0x7C00)), kind)
     top = b.fptrunc(b.fmul(maximum, F32(2.0**-8)), F16)
     top = broadcast(b, b.bitcast(top, I16), AT_ONCE)
-    size = b.select(b.icmp_unsigned("<", size, top), size, top)
-    last = b.and_(b.lshr(size, splat(kind, 7)), splat(kind, 1))
-    codes = b.lshr(b.add(b.add(size, splat(kind, 0x3F)), last), splat(kind, 7))
-    codes = b.or_(codes, b.and_(nan, splat(kind, 0x7F)))
-    lost = b.xor(b.trunc(nan_sign, I16), I16(0x80))
-    lost = b.and_(nan, broadcast(b, lost, AT_ONCE))
+    codes = b.select(b.icmp_unsigned("<", size, top), size, top)
+    last = b.and_(b.lshr(codes, splat(kind, 7)), splat(kind, 1))
+    codes = b.lshr(b.add(b.add(codes, splat(kind, 0x3F)), last), splat(kind, 7))
     sign = b.and_(b.lshr(half, splat(kind, 8)), splat(kind, 0x80))
-    codes = b.or_(codes, b.and_(sign, b.not_(lost)))
-    return shuffle(b, *[b.trunc(codes, vector(I8, AT_ONCE))] * 2, _ORDER)
+    codes = b.trunc(b.or_(codes, sign), vector(I8, AT_ONCE))
+    return shuffle(b, codes, codes, _ORDER), size
 
 
 def float_to_fp8(b, values, is_nan, maximum, nan_sign):
@@ -156,7 +157,23 @@ def _row_of(element, size_of, cast):
     return row
 
 
-_from_bf16 = _row_of(I16, 2, bf16_to_fp8)
+@emitted(*[types.int64] * 3, types.float32, types.float32, result=types.int64)
+def _from_bf16(b, source, target, size, quant_scale, maximum):
+    """Casts a row of bfloat16; returns whether it has a NaN, which is not cast."""
+    kind = vector(I16, AT_ONCE)
+
+    def body(i, largest):
+        bits = load(b, offset(b, source, i, 2 * AT_ONCE), kind, 2)
+        codes, sizes = bf16_to_fp8(b, bits, quant_scale, maximum)
+        store(b, codes, offset(b, target, i, AT_ONCE), 1)
+        return [b.select(b.icmp_unsigned(">", sizes, *largest), sizes, *largest)]
+
+    (largest,) = loop(b, b.sdiv(size, I64(AT_ONCE)), [splat(kind, 0)], body)
+    nan = b.icmp_unsigned(">", largest, splat(kind, 0x7C00))
+    return b.zext(b.bitcast(nan, I16), I64)
+
+
+_from_bf16_with_nan = _row_of(I16, 2, float_cast(bf16_to_float, _round_to_bf16))
 _from_fp16 = _row_of(
     F16,
     2,
@@ -169,7 +186,8 @@ _from_float = _row_of(F32, 4, float_cast(lambda b, x: x, lambda b, x: x))
 def cast_row(kind, source, target, size, quant_scale, maximum, nan_sign):
     """Casts ``size`` activations of any dtype to codes."""
     if kind == BF16:
-        _from_bf16(source, target, size, quant_scale, maximum, nan_sign)
+        if _from_bf16(source, target, size, quant_scale, maximum):
+            _from_bf16_with_nan(source, target, size, quant_scale, maximum, nan_sign)
     elif kind == FP16:
         _from_fp16(source, target, size, quant_scale, maximum, nan_sign)
     else:

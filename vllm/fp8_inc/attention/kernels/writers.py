@@ -130,7 +130,7 @@ class HeadsWriter:
         self._threads = torch.get_num_threads()
         # Memory that the record points to.
         self._kept = (
-            torch.empty(self._threads * _RUN * both // 2, dtype=torch.uint8),
+            torch.empty(self._threads * _RUN * self._numbers // 2, dtype=torch.uint8),
             key_scales.float(),
             value_scales.float(),
         )
@@ -234,26 +234,34 @@ def _cast(a, source, target, scale):
 
 @njit
 def _write_run(a, token, slot, run, own):
-    """All heads of ``run`` tokens; K goes to columns."""
+    """All heads of ``run`` tokens, in the order in which they lie; K goes to columns.
+
+    Args:
+        own: Memory for codes of K, [heads, run, head_size].
+    """
     block = a.cache + slot // a.block_size * a.cache_block
     place = slot % a.block_size
     size = a.head_size
     key_scales = floats(a.key_scales, 1 + (a.heads - 1) * a.key_step)
     value_scales = floats(a.value_scales, 1 + (a.heads - 1) * a.value_step)
+    for i in range(run):
+        key = a.key + (token + i) * a.key_token
+        for h in range(a.heads):
+            to = own + (h * run + i) * size
+            _cast(a, key + h * a.key_head, to, key_scales[h * a.key_step])
+    for i in range(run):
+        value = a.value + (token + i) * a.value_token
+        for h in range(a.heads):
+            to = block + h * a.cache_head + (a.block_size + place + i) * size
+            _cast(a, value + h * a.value_head, to, value_scales[h * a.value_step])
     for h in range(a.heads):
-        keys = block + h * a.cache_head
-        values = keys + (a.block_size + place) * size
-        key = a.key + token * a.key_token + h * a.key_head
-        value = a.value + token * a.value_token + h * a.value_head
-        for i in range(run):
-            row = own + i * size
-            _cast(a, key + i * a.key_token, row, key_scales[h * a.key_step])
-            to = values + i * size
-            _cast(a, value + i * a.value_token, to, value_scales[h * a.value_step])
-            if run < _RUN:
-                scatter_row(row, keys + place + i, a.block_size, size)
+        keys = block + h * a.cache_head + place
+        codes = own + h * run * size
         if run == _RUN:
-            transpose(own, size, keys + place, a.block_size, size)
+            transpose(codes, size, keys, a.block_size, size)
+        else:
+            for i in range(run):
+                scatter_row(codes + i * size, keys + i, a.block_size, size)
 
 
 def _latents_of(record):
@@ -272,7 +280,7 @@ def _latents_of(record):
 def _heads_of(record):
     a = carray(record, 1)[0]
     counters = address_of(record)
-    own = fetch_add(counters + 8, 1) * a.head_size * _RUN + a.own
+    own = a.own + fetch_add(counters + 8, 1) * _RUN * a.heads * a.head_size
     slots = carray(pointer(a.slots), a.tokens, rows.SLOT)
     token = fetch_add(counters, _TOKENS)
     while token < a.tokens:
