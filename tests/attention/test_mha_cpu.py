@@ -9,7 +9,6 @@ import torch
 
 from vllm import _custom_ops as ops
 from vllm.fp8_inc.attention import mha_cpu
-from vllm.fp8_inc.attention.cache import MadeFor
 from vllm.fp8_inc.attention.mha_cpu import CPUFp8Impl, planes
 from vllm.fp8_inc.formats import GAUDI2
 from vllm.fp8_inc.scales import AttentionScales, StaticScale
@@ -70,7 +69,6 @@ def implementation():
     impl.attn_type = "decoder"
     k, v = (StaticScale.from_dequant(s, torch.bfloat16) for s in (K_SCALE, V_SCALE))
     impl.scales = AttentionScales(k, v, None, "test")
-    impl._writer = MadeFor(impl._make_writer)
     return impl
 
 

@@ -8,6 +8,7 @@ and for scales per head, a plain reader in float32 does. Both read the one layou
 inside a block of a head K is [head_size, block_size], V is [block_size, head_size].
 """
 
+from functools import cached_property
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -168,7 +169,6 @@ class CPUFp8Impl(CPUAttentionBackendImpl):
         vllm_config = get_current_vllm_config()
         self.format = Settings.of(vllm_config).format
         self.scales: AttentionScales | None = None
-        self._writer = MadeFor(self._make_writer)
         if not upstream_reads(vllm_config, head_size):
             logger.info_once(
                 "fp8_inc: upstream's FP8 attention kernel needs AVX-512 and block and "
@@ -217,6 +217,10 @@ class CPUFp8Impl(CPUAttentionBackendImpl):
             slot_mapping: [tokens], -1 for padding.
         """
         self._writer(kv_cache, self.scales).write(key, value, slot_mapping)
+
+    @cached_property
+    def _writer(self) -> MadeFor[HeadsWriter]:
+        return MadeFor(self._make_writer)
 
     def _make_writer(self, cache: torch.Tensor) -> HeadsWriter:
         k, v = self.scales.k.quant_scale, self.scales.v.quant_scale

@@ -10,6 +10,7 @@ Prefill expands K and V with kv_b_proj; decode attends to the latent itself, wit
 kv_b_proj absorbed by the layer into the query and the output.
 """
 
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -176,7 +177,6 @@ class CPUMLAImpl(MLACommonBaseImpl[MLACommonMetadata]):
         self.cp_kv_cache_interleave_size = 1
         self.format = Settings.of(get_current_vllm_config()).format
         self.scales: AttentionScales | None = None
-        self._writer = MadeFor(self._make_writer)
         if type(kv_b_proj.quant_method) is UnquantizedLinearMethod:
             kv_b_proj.quant_method = PlainLinearMethod()
 
@@ -208,6 +208,10 @@ class CPUMLAImpl(MLACommonBaseImpl[MLACommonMetadata]):
             return
         writer = self._writer(kv_cache, self.scales)
         writer.write(kv_c_normed, k_pe.squeeze(1), slot_mapping)
+
+    @cached_property
+    def _writer(self) -> MadeFor[LatentWriter]:
+        return MadeFor(self._make_writer)
 
     def _make_writer(self, cache: torch.Tensor) -> LatentWriter:
         scale = 1.0 if self._scale is None else self._scale.quant_scale.item()
