@@ -8,6 +8,7 @@ and for scales per head, a plain reader in float32 does. Both read the one layou
 inside a block of a head K is [head_size, block_size], V is [block_size, head_size].
 """
 
+from functools import cached_property
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -15,13 +16,12 @@ import torch
 
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.config.cache import CacheDType
-from vllm.fp8_inc.attention.cache import (
-    decode_from_cache,
-    encode_for_cache,
-    storage,
-    valid_slots,
-)
+from vllm.fp8_inc.attention.cache import MadeFor, decode_from_cache, storage
 from vllm.fp8_inc.attention.dense import causal_attention
+from vllm.fp8_inc.attention.kernels.writers import (
+    HeadsWriter,
+    heads_of_gqa,
+)
 from vllm.fp8_inc.scales import AttentionScales
 from vllm.fp8_inc.settings import Settings
 from vllm.logger import init_logger
@@ -160,6 +160,12 @@ class CPUFp8Impl(CPUAttentionBackendImpl):
         self.kv_cache_dtype = _UPSTREAM_DTYPE
         self.is_fp8_kv_cache = True
         self.isa = _UPSTREAM_ISA
+        if head_size % 16:
+            raise NotImplementedError(
+                "--kv-cache-dtype fp8_inc on CPU needs a head size that is a multiple "
+                f"of 16, not {head_size}; serve with --kv-cache-dtype auto"
+            )
+        heads_of_gqa.compile()
         vllm_config = get_current_vllm_config()
         self.format = Settings.of(vllm_config).format
         self.scales: AttentionScales | None = None
@@ -210,16 +216,15 @@ class CPUFp8Impl(CPUAttentionBackendImpl):
             kv_cache: [blocks, kv_heads, block_size, 2 * head_size].
             slot_mapping: [tokens], -1 for padding.
         """
-        tokens, slots = valid_slots(slot_mapping)
-        blocks = slots // kv_cache.shape[2]
-        offsets = slots % kv_cache.shape[2]
-        k_plane, v_plane = planes(kv_cache, self.head_size)
-        k_plane[blocks, :, :, offsets] = encode_for_cache(
-            key[tokens], self.scales.k, self.format
-        )
-        v_plane[blocks, :, offsets] = encode_for_cache(
-            value[tokens], self.scales.v, self.format
-        )
+        self._writer(kv_cache, self.scales).write(key, value, slot_mapping)
+
+    @cached_property
+    def _writer(self) -> MadeFor[HeadsWriter]:
+        return MadeFor(self._make_writer)
+
+    def _make_writer(self, cache: torch.Tensor) -> HeadsWriter:
+        k, v = self.scales.k.quant_scale, self.scales.v.quant_scale
+        return HeadsWriter(cache, k, v, self.format)
 
     def forward(
         self,

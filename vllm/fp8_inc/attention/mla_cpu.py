@@ -10,19 +10,18 @@ Prefill expands K and V with kv_b_proj; decode attends to the latent itself, wit
 kv_b_proj absorbed by the layer into the query and the output.
 """
 
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.config.cache import CacheDType
-from vllm.fp8_inc.attention.cache import (
-    decode_from_cache,
-    encode_for_cache,
-    storage,
-    valid_slots,
-)
-from vllm.fp8_inc.attention.dense import causal_attention
+from vllm.fp8_inc.attention.cache import MadeFor, decode_from_cache, storage
+from vllm.fp8_inc.attention.dense import Joined
+from vllm.fp8_inc.attention.kernels.mla import decode_latents
+from vllm.fp8_inc.attention.kernels.mla import load as load_kernels
+from vllm.fp8_inc.attention.kernels.writers import LatentWriter
 from vllm.fp8_inc.layers.linear import PlainLinearMethod
 from vllm.fp8_inc.scales import AttentionScales, StaticScale
 from vllm.fp8_inc.settings import Settings
@@ -36,6 +35,9 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.v1.attention.backend import AttentionLayer, MultipleOf
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
+
+# Tokens of a cached context that are expanded to K and V at once.
+_CONTEXT_PART = 2048
 
 
 class CPUMLABackend(MLACommonBackend):
@@ -147,6 +149,13 @@ class CPUMLAImpl(MLACommonBaseImpl[MLACommonMetadata]):
         for what, value in unsupported.items():
             if value is not None:
                 raise NotImplementedError(f"MLA on CPU does not support {what}")
+        for name, size in (("latent", kv_lora_rank), ("rope", qk_rope_head_dim)):
+            if size % 16:
+                raise NotImplementedError(
+                    f"MLA on CPU needs a {name} size that is a multiple of 16, "
+                    f"not {size}"
+                )
+        load_kernels()
         super().__init__(
             num_heads,
             head_size,
@@ -197,18 +206,26 @@ class CPUMLAImpl(MLACommonBaseImpl[MLACommonMetadata]):
         """
         if kv_cache.numel() == 0:
             return
-        tokens, slots = valid_slots(slot_mapping)
-        latent = torch.cat([kv_c_normed[tokens], k_pe[tokens].squeeze(1)], dim=-1)
-        rows = storage(kv_cache).view(-1, latent.shape[-1])
-        stored = encode_for_cache(latent, self._scale, self.format)
-        rows[slots] = stored.to(rows.dtype)
+        writer = self._writer(kv_cache, self.scales)
+        writer.write(kv_c_normed, k_pe.squeeze(1), slot_mapping)
+
+    @cached_property
+    def _writer(self) -> MadeFor[LatentWriter]:
+        return MadeFor(self._make_writer)
+
+    def _make_writer(self, cache: torch.Tensor) -> LatentWriter:
+        scale = 1.0 if self._scale is None else self._scale.quant_scale.item()
+        return LatentWriter(cache, self.kv_lora_rank, scale, self.format)
 
     def _read(
-        self, kv_cache: torch.Tensor, block_table: torch.Tensor, length: int
+        self, kv_cache: torch.Tensor, block_table: torch.Tensor, tokens: range
     ) -> torch.Tensor:
-        """Returns the first ``length`` latents of a sequence, float32."""
-        blocks = block_table[: -(-length // kv_cache.shape[1])].long()
-        stored = storage(kv_cache)[blocks].flatten(0, 1)[:length]
+        """Returns the latents of some tokens of a sequence, float32."""
+        size = kv_cache.shape[1]
+        first = tokens.start // size
+        blocks = block_table[first : -(-tokens.stop // size)].long()
+        stored = storage(kv_cache)[blocks].flatten(0, 1)
+        stored = stored[tokens.start - first * size :][: len(tokens)]
         return decode_from_cache(stored, self._scale, self.format)
 
     def forward_mha(
@@ -242,14 +259,19 @@ class CPUMLAImpl(MLACommonBaseImpl[MLACommonMetadata]):
         contexts = chunked.context_lens_list if chunked else [0] * requests
         for request, context in enumerate(contexts):
             rows = slice(starts[request], starts[request + 1])
-            latent = self._read(
-                kv_c_and_k_pe_cache,
-                prefill.block_table[request],
-                context + rows.stop - rows.start,
-            ).to(q.dtype)
-            key, value = self._expand(latent)
-            out = causal_attention(q[rows], key, value, self.scale)
-            output[rows] = out.flatten(1).to(output.dtype)
+            attention = Joined(q[rows], self.scale, self.v_head_dim)
+            stop = context + rows.stop - rows.start
+            parts = [
+                range(start, min(start + _CONTEXT_PART, context))
+                for start in range(0, context, _CONTEXT_PART)
+            ]
+            for tokens in [*parts, range(context, stop)]:
+                latent = self._read(
+                    kv_c_and_k_pe_cache, prefill.block_table[request], tokens
+                )
+                key, value = self._expand(latent.to(q.dtype))
+                attention.attend(key, value, causal=tokens.start == context)
+            output[rows] = attention.result().flatten(1).to(output.dtype)
 
     def _expand(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Expands [tokens, latent + rope] to K and V of every head."""
@@ -281,13 +303,16 @@ class CPUMLAImpl(MLACommonBaseImpl[MLACommonMetadata]):
         """
         decode = attn_metadata.decode
         assert decode is not None
-        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        out = query.new_empty(*query.shape[:-1], self.kv_lora_rank)
-        for request, length in enumerate(decode.seq_lens.tolist()):
-            latent = self._read(
-                kv_c_and_k_pe_cache, decode.block_table[request], length
-            )
-            logits = query[request].float() @ latent.T * self.scale
-            value = latent[:, : self.kv_lora_rank]
-            out[request] = (logits.softmax(dim=-1) @ value).to(out.dtype)
+        if not isinstance(q, tuple):
+            q = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        scale = self._scale
+        out = decode_latents(
+            *q,
+            storage(kv_c_and_k_pe_cache),
+            decode.block_table,
+            decode.seq_lens,
+            self.scale,
+            1.0 if scale is None else scale.dequant_scale.item(),
+            self.format,
+        )
         return out, None
