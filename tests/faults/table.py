@@ -27,6 +27,9 @@ def _digest(path: Path) -> str:
         return f"link to {path.readlink()}"
     if not path.is_file():
         return "folder or device"
+    info = path.stat()
+    if info.st_size > 1 << 26:
+        return f"{info.st_size} bytes of {info.st_mtime_ns}"
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
