@@ -3,6 +3,7 @@
 """The experiments measure what they say: models, formats, texts and tables."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks import gqa, latent_range, live, query_scales, report
+from benchmarks import gqa, latent_range, live, query_scales, report, request_table
 from benchmarks.accuracy import BF16, FP8
 from benchmarks.record import Record, write_between
 from benchmarks.rescaled import Rescaling, rescale
@@ -119,6 +120,34 @@ def test_an_observed_model_says_what_it_said(monkeypatch):
     assert errors["gaudi2, per row"]["median"] > plain / 2
     for roles in seen.amax.values():
         assert roles["q"].shape == (4,) and roles["k"].shape == roles["v"].shape == (1,)
+
+
+def arm(right: list[float], nll: float, kl: list[float]) -> dict:
+    """An arm of the request's table, with one filter and four texts of two tokens."""
+    row = {"filter": "strict-match", "value": sum(right) / 4, "stderr": 0.2}
+    forced = [
+        {"nll": [nll, nll + n], "kl": [x, x] if kl else [], "same": [1.0, 0.0]}
+        for n, x in enumerate(kl or [0.0] * 4)
+    ]
+    return {"rows": [row | {"answers": right}], "forced": forced}
+
+
+def test_the_request_s_table_pairs_questions_and_texts():
+    base = arm([1, 1, 0, 1], 1.0, [])
+    worse = arm([1, 0, 0, 1], 1.5, [0.1, 0.2, 0.3, 0.4])
+    shown = request_table.figures(worse, base)
+    assert (shown["strict-match"], shown["strict-match difference"]) == (0.5, -0.25)
+    assert shown["strict-match stderr"] == 0.2
+    assert shown["forced kl_mean"] == pytest.approx(0.25)
+    assert shown["forced nll_difference"] == pytest.approx(0.5)
+    assert shown["forced top1_agreement_pct"] == 50
+    alone = request_table.figures(base, base)
+    assert alone["strict-match difference"] == 0 and "forced kl_mean" not in alone
+    assert alone["perplexity"] == pytest.approx(math.exp(1.75), rel=1e-5)
+    content = {"settings": {}, "rows": {"bf16": alone, "fp8-unit, gaudi2": shown}}
+    first, second = report.request_table(content).splitlines()[2:]
+    assert first.startswith("| bf16 | - ± - | 0.7500 ± 0.2000 |  |")
+    assert "| 0.5000 ± 0.2000 | -0.2500 ± 0.7" in second
 
 
 def test_a_record_keeps_finished_arms_of_the_same_settings(tmp_path):
