@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -163,23 +164,43 @@ SMALL = 200_000
 def cache_folder() -> Path | None:
     """Where compiled kernels are kept: under VLLM_CACHE_ROOT, by their sources' hash.
 
-    numba itself looks at one source file of the several that make a kernel.
+    numba itself looks at one source file of the several that make a kernel. None where
+    VLLM_DISABLE_COMPILE_CACHE is set or the folder is not safe to use.
     """
+    if envs.VLLM_DISABLE_COMPILE_CACHE:
+        return None
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
-    folder = Path(envs.VLLM_CACHE_ROOT) / "fp8_inc_kernels" / digest.hexdigest()[:16]
+    root = Path(envs.VLLM_CACHE_ROOT) / "fp8_inc_kernels"
+    folder = root / digest.hexdigest()[:16]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe{id(digest)}"
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _check_owner(root)
+        _check_owner(folder)
+        probe = folder / f".probe{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
         logger.warning(
-            "fp8_inc: %s cannot be written (%s); the attention kernels are compiled "
-            "at each start. Set VLLM_CACHE_ROOT to a folder that can be",
+            "fp8_inc: compiled kernels cannot be kept in %s (%s): the attention "
+            "kernels are compiled at each start. Set VLLM_CACHE_ROOT to another folder",
             folder,
             error,
         )
         return None
     return folder
+
+
+def _check_owner(folder: Path) -> None:
+    """Machine code is loaded from there: nobody else may write it.
+
+    Raises:
+        PermissionError: If the folder is another user's, or others may write to it.
+    """
+    status = folder.stat()
+    if status.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to user {status.st_uid}")
+    if status.st_mode & 0o022:
+        raise PermissionError(f"{folder} can be written by others; chmod 700 it")
