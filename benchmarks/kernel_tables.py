@@ -24,7 +24,7 @@ def _table(head: list[str], lines: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(part) + " |" for part in parts)
 
 
-def _pivot(rows: Rows, line: str, column: str, unit: str) -> str:
+def _pivot(rows: Rows, line: str, column: str, what: str) -> str:
     """A table of ratios: a line for each value of one key, a column for the other's."""
     ratios = {(row[line], row[column]): row["ratio"] for row in rows}
     columns = sorted({row[column] for row in rows}, key=str)
@@ -32,7 +32,7 @@ def _pivot(rows: Rows, line: str, column: str, unit: str) -> str:
         [str(value)] + [str(ratios.get((value, name), "")) for name in columns]
         for value in sorted({row[line] for row in rows})
     ]
-    return _table([line] + [f"{name}{unit}" for name in columns], lines)
+    return _table([line] + [f"{what}{name}" for name in columns], lines)
 
 
 def render(results: dict[str, Any]) -> str:
@@ -46,13 +46,13 @@ def render(results: dict[str, Any]) -> str:
             decode = [row for row in here if row.get("heads") == heads]
             if decode:
                 parts.append(f"MLA decode, {heads} heads, {threads} {plural}:")
-                parts.append(_pivot(decode, "context", "batch", " sequences"))
+                parts.append(_pivot(decode, "context", "batch", "batch "))
         decode = [row for row in here if row["table"] == "GQA decode"]
         if decode:
             parts.append(
                 f"GQA decode, 32 heads, 8 kv heads of 128, {threads} {plural}:"
             )
-            parts.append(_pivot(decode, "context", "batch", " sequences"))
+            parts.append(_pivot(decode, "context", "batch", "batch "))
         tokens = [row for row in here if "tokens" in row]
         if tokens:
             parts.append(f"Writers and prefill, {threads} {plural}:")

@@ -4,8 +4,9 @@
 
 Our writer rounds to nearest even with the device's product; upstream's truncates
 towards zero. Upstream's reader serves where it has FP8 kernels (AVX-512); elsewhere,
-and for scales per head, a plain reader in float32 does. Both read the one layout:
-inside a block of a head K is [head_size, block_size], V is [block_size, head_size].
+and for scales per head, ours do in float32: a kernel for requests with one query, torch
+for prefill. All read the one layout: inside a block of a head K is
+[head_size, block_size], V is [block_size, head_size].
 """
 
 from functools import cached_property

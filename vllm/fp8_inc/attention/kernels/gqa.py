@@ -14,6 +14,7 @@ from vllm.fp8_inc.attention.kernels import rows
 from vllm.fp8_inc.attention.kernels.pieces import (
     clear,
     join,
+    memory_of,
     padded,
     partial,
     piece,
@@ -91,13 +92,9 @@ def decode_heads(
     threads = threads_for(2 * tokens * heads * size)
     length = piece(tokens * kv_heads, threads, _SHORTEST_PIECE)
     most_pieces = tokens // length + sequences
-    numbers = partial(padded(queries, ROWS), size)
-    cut = length < tokens
-    pieces = torch.empty(
-        numbers * kv_heads * most_pieces if cut else 0, dtype=torch.float32
-    )
+    numbers = partial(padded(queries, ROWS), size) * kv_heads
+    pieces, finished = memory_of(numbers, sequences * kv_heads, most_pieces, threads)
     own = torch.empty(threads, _own(queries, size), dtype=torch.float32)
-    finished = torch.zeros(sequences * kv_heads if cut else 0, dtype=torch.int64)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     itemsize = query.element_size()
     _kernel(

@@ -16,6 +16,7 @@ from vllm.fp8_inc.attention.kernels import rows, writers
 from vllm.fp8_inc.attention.kernels.pieces import (
     clear,
     join,
+    memory_of,
     padded,
     partial,
     piece,
@@ -103,13 +104,9 @@ def decode_latents(
     groups = -(-heads // group)
     length = piece(tokens * groups, threads, _SHORTEST_PIECE)
     most_pieces = tokens // length + sequences
-    cut = length < tokens
-    pieces = torch.empty(
-        partial(group, latent) * groups * most_pieces if cut else 0,
-        dtype=torch.float32,
-    )
+    numbers = partial(group, latent) * groups
+    pieces, finished = memory_of(numbers, sequences * groups, most_pieces, threads)
     own = torch.empty(threads, _own(group, latent, rope), dtype=torch.float32)
-    finished = torch.zeros(sequences * groups, dtype=torch.int64)
     out = torch.empty_like(latent_query, memory_format=torch.contiguous_format)
     query_bytes = latent_query.element_size()
     _kernel(

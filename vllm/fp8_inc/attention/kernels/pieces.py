@@ -9,6 +9,7 @@ finishes the last piece of a sequence joins them.
 import math
 
 import numpy as np
+import torch
 from numba import carray, njit
 from numba.extending import register_jitable
 
@@ -32,6 +33,19 @@ def piece(tokens: int, threads: int, shortest: int) -> int:
         return 2**40
     wanted = max(shortest, tokens / (threads * _PIECES_A_THREAD))
     return math.ceil(wanted / shortest) * shortest
+
+
+_NONE = torch.empty(0, dtype=torch.float32)
+
+
+def memory_of(
+    numbers: int, counters: int, pieces: int, threads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What pieces hold, and how many of each sequence are done; one thread has none."""
+    if threads == 1:
+        return _NONE, _NONE
+    partials = torch.empty(numbers * pieces, dtype=torch.float32)
+    return partials, torch.zeros(counters, dtype=torch.int64)
 
 
 @register_jitable

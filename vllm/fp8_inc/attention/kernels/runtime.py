@@ -64,6 +64,7 @@ class Kernel:
         self.names = record.names[len(_HEAD) :]
         kinds = (record[name] for name in record.names)
         self.layout = struct.Struct("@" + "".join(kind.char for kind in kinds))
+        self.memory = ctypes.c_char * self.layout.size
 
     def bind(self, calls: int, **fields: float) -> "Bound":
         """Packs all but the first ``calls`` fields of the record once."""
@@ -91,7 +92,7 @@ class Kernel:
     def __call__(self, threads: int, **fields: float) -> None:
         """Runs on ``threads`` threads, this one included."""
         values = map(fields.__getitem__, self.names)
-        record = ctypes.create_string_buffer(self.layout.pack(0, 0, *values))
+        record = self.memory.from_buffer_copy(self.layout.pack(0, 0, *values))
         function = self.compiled.address
         if threads == 1:
             _serial(function)(record)
@@ -113,13 +114,13 @@ class Bound:
         kinds = kernel.layout.format[1 + head :]
         self._head = struct.Struct(f"@{head}q").pack
         self._rest = struct.Struct("@" + kinds).pack(*values)
-        self._record = ctypes.c_char * kernel.layout.size
+        self._memory = kernel.memory
         self._address = kernel.compiled.address
         self._serial = _serial(self._address)
 
     def __call__(self, threads: int, *values: int) -> None:
         """Runs on ``threads`` threads, this one included."""
-        record = self._record.from_buffer_copy(self._head(0, 0, *values) + self._rest)
+        record = self._memory.from_buffer_copy(self._head(0, 0, *values) + self._rest)
         if threads == 1:
             self._serial(record)
         else:
@@ -160,6 +161,17 @@ def threads_for(operations: float) -> int:
 SMALL = 200_000
 
 
+def _hash_of_sources() -> str:
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+# Taken while the modules are imported: an edit that follows must not get their code.
+_SOURCES = _hash_of_sources()
+
+
 @functools.cache
 def cache_folder() -> Path | None:
     """Where compiled kernels are kept: under VLLM_CACHE_ROOT, by their sources' hash.
@@ -169,11 +181,8 @@ def cache_folder() -> Path | None:
     """
     if envs.VLLM_DISABLE_COMPILE_CACHE:
         return None
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
     root = Path(envs.VLLM_CACHE_ROOT) / "fp8_inc_kernels"
-    folder = root / digest.hexdigest()[:16]
+    folder = root / _SOURCES
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
