@@ -7,10 +7,14 @@ above 1 where ours is faster.
 
 Example:
     python -m benchmarks.kernels --threads 1 2 --out kernels.json --plot kernels.png
+
+With --out, rows that a file has already are replaced and others stay;
+``benchmarks.kernel_tables`` makes the tables of docs/kernels.md of it.
 """
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -83,6 +87,62 @@ def decode_case(batch: int, context: int, heads: int) -> tuple[Callable, Callabl
         decode_latents(
             *parts, codes, table, lengths, LOGIT_SCALE, DEQUANT_SCALE, GAUDI3
         )
+
+    return upstream, ours
+
+
+def heads_decode_case(batch: int, context: int) -> tuple[Callable, Callable]:
+    """Upstream's bf16 decode and ours; 32 heads, 8 kv heads of 128, blocks of 32."""
+    from vllm import _custom_ops as ops
+    from vllm.fp8_inc.attention.kernels.gqa import decode_heads
+    from vllm.fp8_inc.formats import GAUDI3
+
+    heads, kv_heads, size, block = 32, 8, 128, 32
+    per_sequence = -(-context // block)
+    blocks = batch * per_sequence
+    table = torch.randperm(blocks).view(batch, per_sequence).int()
+    lengths = torch.full((batch,), context, dtype=torch.int32)
+    codes = torch.randint(0x70, (blocks, kv_heads, block, 2 * size), dtype=torch.uint8)
+    values = (GAUDI3.decode(codes) * DEQUANT_SCALE).bfloat16()
+    planes = values.view(blocks, kv_heads, 2 * block, size).chunk(2, dim=2)
+    query = torch.randn(batch, heads, size).bfloat16()
+    out = torch.empty_like(query)
+    starts = torch.arange(batch + 1, dtype=torch.int32)
+    scale = torch.tensor(DEQUANT_SCALE)
+    schedule = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=batch,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=size,
+        seq_lens=lengths,
+        dtype=torch.bfloat16,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=-1,
+        isa="vec",
+        enable_kv_split=True,
+    )
+
+    def upstream() -> None:
+        ops.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=planes[0],
+            value_cache=planes[1],
+            output=out,
+            query_start_loc=starts,
+            seq_lens=lengths,
+            scale=size**-0.5,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=table,
+            softcap=0.0,
+            scheduler_metadata=schedule,
+            s_aux=None,
+        )
+
+    def ours() -> None:
+        decode_heads(query, codes, table, lengths, size**-0.5, scale, scale, GAUDI3)
 
     return upstream, ours
 
@@ -167,6 +227,12 @@ def cases(quick: bool) -> list[tuple[dict[str, Any], Callable]]:
                 rows.append(
                     ({"table": "MLA decode"} | of, lambda of=of: decode_case(**of))
                 )
+    for batch in batches:
+        for context in contexts:
+            of = {"batch": batch, "context": context}
+            rows.append(
+                ({"table": "GQA decode"} | of, lambda of=of: heads_decode_case(**of))
+            )
     for tokens in (1, 8, 128, 2048):
         for table, make in (
             ("MLA write", latent_write_case),
@@ -178,6 +244,40 @@ def cases(quick: bool) -> list[tuple[dict[str, Any], Callable]]:
         row = {"table": "MLA prefill", "tokens": tokens}
         rows.append((row, lambda tokens=tokens: prefill_case(tokens)))
     return rows
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    from vllm.fp8_inc.attention.kernels.vectors import cpu_features
+
+    known = {"avx512bf16": "AVX512_BF16", "avx512f": "AVX-512", "avx2": "AVX2"}
+    names = [text for name, text in known.items() if name in cpu_features()]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in fields.items()}
+    model = fields.get("model name", platform.machine())
+    kind = " ".join(fields.get(key, "") for key in ("cpu family", "model"))
+    return {
+        "cpu": f"{model} (family and model {kind})",
+        "features": names[0] if names else "no AVX2",
+        "cores": os.cpu_count(),
+    }
+
+
+def save(results: list[dict[str, Any]], path: Path) -> None:
+    """Writes rows beside those that the file has."""
+
+    def key(row: dict[str, Any]) -> tuple:
+        measured = ("upstream_us", "ours_us", "ratio", "turns")
+        return tuple((name, row[name]) for name in row if name not in measured)
+
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = {key(row): row for row in before} | {key(row): row for row in results}
+    lines = ",\n".join(json.dumps(row) for row in rows.values())
+    text = f'{{"machine": {json.dumps(machine())}, "rows": [\n{lines}\n]}}\n'
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
@@ -209,6 +309,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="a row, about")
     parser.add_argument("--quick", action="store_true", help="small sizes only")
     parser.add_argument("--table", help="only rows of tables that begin so")
+    parser.add_argument("--batch", type=int, nargs="+", help="only these")
+    parser.add_argument("--context", type=int, nargs="+", help="only these")
     parser.add_argument("--cpu-time", action="store_true", help="with --threads 1 only")
     parser.add_argument("--out", type=Path, help="JSON")
     parser.add_argument("--plot", type=Path, help="PNG")
@@ -224,14 +326,15 @@ def main() -> None:
         for row, make in cases(args.quick):
             if args.table and not row["table"].startswith(args.table):
                 continue
+            if args.batch and row.get("batch") not in args.batch:
+                continue
+            if args.context and row.get("context") not in args.context:
+                continue
             times = ratio(*make(), args.seconds, args.cpu_time)
             results.append(row | {"threads": threads} | times)
             print(json.dumps(results[-1]), flush=True)
-    from vllm.fp8_inc.attention.kernels.vectors import LANES
-
-    machine = {"cpu": platform.processor() or platform.machine(), "lanes": LANES}
     if args.out:
-        args.out.write_text(json.dumps({"machine": machine, "rows": results}, indent=1))
+        save(results, args.out)
     if args.plot:
         plot(results, args.plot)
 

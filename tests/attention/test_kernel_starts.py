@@ -67,6 +67,7 @@ _SIXTEEN_LANES = """
 from vllm.fp8_inc.attention.kernels import vectors
 vectors.LANES = 16
 from tests.attention.test_kernels import compare
+from tests.attention.test_kernels_heads import compare_heads
 shapes = ([1, 300, 47], 16, 512), ([5], 3, 48), ([100, 7], 37, 112)
 for lengths, heads, latent in shapes:
     for stored in ("gaudi2", "bfloat16"):
@@ -75,6 +76,13 @@ for lengths, heads, latent in shapes:
             block_size=16, dequant_scale=0.013, largest_logit=35.0, seed=3,
         ))
         assert error < 1e-5, error
+for lengths, queries, size in ([1, 300, 47], 4, 128), ([5], 7, 48), ([100, 7], 1, 80):
+    error = compare_heads(dict(
+        device="gaudi2", lengths=lengths, kv_heads=2, queries=queries, size=size,
+        block=32, window=None, largest_logit=35.0, scales=[0.013, 0.1, 2.0, 3.0],
+        per_head=True, seed=3,
+    ))
+    assert error < 1e-5, error
 """
 
 

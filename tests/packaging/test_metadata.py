@@ -28,6 +28,7 @@ def test_cpu_requirements(small_fork):
     assert (parsed.name, str(parsed.version)) == ("vllm", "0.28.0+cpu.fp8inc.1")
     core = by_extra(parsed, "")
     assert {"torch==2.13.0", "transformers==5.12.0", "setuptools==77.0.3"} <= core
+    assert "numba==0.65.0" in core
     assert not [
         name for name in core if name.startswith(("torchv", "torcha", "torchc"))
     ]

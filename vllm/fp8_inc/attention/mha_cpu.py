@@ -4,8 +4,9 @@
 
 Our writer rounds to nearest even with the device's product; upstream's truncates
 towards zero. Upstream's reader serves where it has FP8 kernels (AVX-512); elsewhere,
-and for scales per head, a plain reader in float32 does. Both read the one layout:
-inside a block of a head K is [head_size, block_size], V is [block_size, head_size].
+and for scales per head, ours do in float32: a kernel for requests with one query, torch
+for prefill. All read the one layout: inside a block of a head K is
+[head_size, block_size], V is [block_size, head_size].
 """
 
 from functools import cached_property
@@ -18,6 +19,8 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.config.cache import CacheDType
 from vllm.fp8_inc.attention.cache import MadeFor, decode_from_cache, storage
 from vllm.fp8_inc.attention.dense import causal_attention
+from vllm.fp8_inc.attention.kernels.gqa import decode_heads
+from vllm.fp8_inc.attention.kernels.gqa import load as load_decode
 from vllm.fp8_inc.attention.kernels.writers import (
     HeadsWriter,
     heads_of_gqa,
@@ -175,12 +178,14 @@ class CPUFp8Impl(CPUAttentionBackendImpl):
                 "head sizes that are multiples of 32; a plain float32 reader serves"
             )
             self._check_plain_reader("on this CPU")
+            load_decode()
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Checks that scales per head, which upstream's kernel has not, can be read."""
         super().process_weights_after_loading(act_dtype)
         if self._per_head:
             self._check_plain_reader("with scales per head")
+            load_decode()
 
     @property
     def _per_head(self) -> bool:
@@ -272,19 +277,45 @@ class CPUFp8Impl(CPUAttentionBackendImpl):
                 output_scale,
                 output_block_scale,
             )
+        self._decode(query, kv_cache, attn_metadata, output)
         starts = attn_metadata.query_start_loc.tolist()
         for request, length in enumerate(attn_metadata.seq_lens.tolist()):
             rows = slice(starts[request], starts[request + 1])
+            if rows.stop - rows.start == 1:
+                continue
             k, v = self._read(kv_cache, attn_metadata.block_table[request], length)
-            out = causal_attention(
-                query[rows],
-                k,
-                v,
-                self.scale,
-                self.sliding_window if self.sliding_window > 0 else None,
-            )
+            out = causal_attention(query[rows], k, v, self.scale, self._window)
             output[rows] = out.to(output.dtype)
         return output
+
+    @property
+    def _window(self) -> int | None:
+        return self.sliding_window if self.sliding_window > 0 else None
+
+    def _decode(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Serves the requests that have one query."""
+        starts = attn_metadata.query_start_loc
+        requests = (starts.diff() == 1).nonzero().flatten()
+        if not len(requests):
+            return
+        rows = starts[requests].long()
+        output[rows] = decode_heads(
+            query[rows],
+            storage(kv_cache),
+            attn_metadata.block_table[requests],
+            attn_metadata.seq_lens[requests],
+            self.scale,
+            self.scales.k.dequant_scale,
+            self.scales.v.dequant_scale,
+            self.format,
+            self._window,
+        )
 
     def _read(
         self, kv_cache: torch.Tensor, block_table: torch.Tensor, length: int

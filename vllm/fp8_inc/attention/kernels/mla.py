@@ -8,14 +8,21 @@ that a batch of one keeps every core busy; whoever finishes the last piece of a
 sequence joins them.
 """
 
-import math
-
 import numpy as np
 import torch
 from numba import carray, njit
-from numba.extending import register_jitable
 
 from vllm.fp8_inc.attention.kernels import rows, writers
+from vllm.fp8_inc.attention.kernels.pieces import (
+    clear,
+    join,
+    memory_of,
+    padded,
+    partial,
+    piece,
+    piece_of,
+    write_result,
+)
 from vllm.fp8_inc.attention.kernels.runtime import (
     KINDS,
     Kernel,
@@ -23,7 +30,6 @@ from vllm.fp8_inc.attention.kernels.runtime import (
     threads_for,
 )
 from vllm.fp8_inc.attention.kernels.tiles import (
-    LOWEST,
     ROWS,
     TOKENS,
     logits_of,
@@ -34,7 +40,6 @@ from vllm.fp8_inc.attention.kernels.vectors import (
     LANES,
     address_of,
     fetch_add,
-    floats,
     pointer,
 )
 from vllm.fp8_inc.formats import Fp8Format
@@ -43,9 +48,8 @@ from vllm.fp8_inc.formats import Fp8Format
 # cache of 512 KiB.
 TILE = 48
 GROUP = 32
-# The shortest piece of a sequence, in tokens, and how many pieces a thread should get.
+# The shortest piece of a sequence, in tokens.
 _SHORTEST_PIECE = 4 * TILE
-_PIECES_A_THREAD = 4
 
 # Addresses; sizes in elements; strides (and ``own_size``) in bytes. ``own`` is memory
 # of a thread, ``partial`` of the pieces.
@@ -98,15 +102,11 @@ def decode_latents(
     threads = threads_for(tokens * heads * (latent + rope))
     group = min(GROUP, -(-heads // ROWS) * ROWS)
     groups = -(-heads // group)
-    piece = _piece(tokens * groups, threads)
-    most_pieces = tokens // piece + sequences
-    cut = piece < tokens
-    partial = torch.empty(
-        _partial(group, latent) * groups * most_pieces if cut else 0,
-        dtype=torch.float32,
-    )
+    length = piece(tokens * groups, threads, _SHORTEST_PIECE)
+    most_pieces = tokens // length + sequences
+    numbers = partial(group, latent) * groups
+    pieces, finished = memory_of(numbers, sequences * groups, most_pieces, threads)
     own = torch.empty(threads, _own(group, latent, rope), dtype=torch.float32)
-    finished = torch.zeros(sequences * groups, dtype=torch.int64)
     out = torch.empty_like(latent_query, memory_format=torch.contiguous_format)
     query_bytes = latent_query.element_size()
     _kernel(
@@ -133,10 +133,10 @@ def decode_latents(
         rope=rope,
         groups=groups,
         group=group,
-        piece=piece,
+        piece=length,
         pieces=most_pieces,
         finished=finished.data_ptr(),
-        partial=partial.data_ptr(),
+        partial=pieces.data_ptr(),
         own=own.data_ptr(),
         own_size=own.stride(0) * own.element_size(),
         out=out.data_ptr(),
@@ -153,29 +153,10 @@ def load() -> None:
     writers.latents.compile()
 
 
-def _piece(tokens: int, threads: int) -> int:
-    """Tokens in a piece, whole tiles."""
-    if threads == 1:
-        return 2**40
-    wanted = max(_SHORTEST_PIECE, tokens / (threads * _PIECES_A_THREAD))
-    return math.ceil(wanted / TILE) * TILE
-
-
-@register_jitable
-def _padded(count, to):
-    return -(-count // to) * to
-
-
-@register_jitable
-def _partial(group, latent):
-    """float32 numbers of a piece: highest logits, totals, sums."""
-    return 2 * _padded(group, LANES) + group * latent
-
-
 def _own(group: int, latent: int, rope: int) -> int:
     """float32 numbers of a thread: queries, a result, a tile, its logits, decays."""
-    lines = group * (latent + rope) + _partial(group, latent) + TILE * (latent + rope)
-    return lines + (TILE + 1) * _padded(group, LANES)
+    lines = group * (latent + rope) + partial(group, latent) + TILE * (latent + rope)
+    return lines + (TILE + 1) * padded(group, LANES)
 
 
 @njit
@@ -191,7 +172,7 @@ def _read_query(a, sequence, head, count, target):
         rope_row = row + 4 * a.latent
         rows.read_row(a.query_kind, 0, rope + h * a.rope_query_head, rope_row, a.rope)
         rows.scale_row(row, row, size, a.logit_scale)
-    for i in range(count, _padded(count, ROWS)):
+    for i in range(count, padded(count, ROWS)):
         rows.zero_row(target + 4 * i * size, size)
 
 
@@ -211,7 +192,7 @@ def _read_tile(a, table, start, tokens, stop, tile):
             rows.prefetch_row(_row(a, table, start + TILE + i), a.cache_row)
         row = _row(a, table, start + i)
         rows.read_row(a.cache_kind, a.max_code, row, tile + 4 * i * size, size)
-    for i in range(tokens, _padded(tokens, TOKENS)):
+    for i in range(tokens, padded(tokens, TOKENS)):
         rows.zero_row(tile + 4 * i * size, size)
 
 
@@ -219,91 +200,36 @@ def _read_tile(a, table, start, tokens, stop, tile):
 def _attend(a, query, count, table, start, stop, memory, highest, total, sums):
     """Attends with ``count`` rows to the tokens from ``start`` to ``stop``."""
     row = 4 * (a.latent + a.rope)
-    width = 4 * _padded(count, LANES)
+    width = 4 * padded(count, LANES)
     tile = memory
     logits = tile + TILE * row
     decay = logits + TILE * width
     for t in range(start, stop, TILE):
         tokens = min(TILE, stop - t)
         _read_tile(a, table, t, tokens, stop, tile)
-        computed = _padded(tokens, TOKENS)
+        computed = padded(tokens, TOKENS)
         logits_of(query, row, count, tile, row, computed, row // 4, logits, width)
         softmax_of(logits, width, count, tokens, highest, total, decay)
         outer(
-            sums, 4 * a.latent, count, logits, width, decay, tile, row, tokens, a.latent
-        )
-
-
-@njit
-def _clear(highest, total, sums, width, size):
-    """Before the first tile."""
-    floats(highest, width)[:] = LOWEST
-    floats(total, width)[:] = 0
-    floats(sums, size)[:] = 0
-
-
-@njit
-def _write(a, sequence, head, count, total, sums):
-    """Writes the result; a row that attended to nothing becomes zero."""
-    totals = floats(total, count)
-    itemsize = rows.itemsize(a.out_kind)
-    for r in range(count):
-        factor = a.out_scale / totals[r] if totals[r] != 0 else np.float32(0)
-        row = sums + 4 * r * a.latent
-        rows.scale_row(row, row, a.latent, factor)
-        at = (sequence * a.heads + head + r) * a.latent
-        rows.write_row(a.out_kind, row, a.out + itemsize * at, a.latent)
-
-
-@njit
-def _join(first, count, width, one, latent, number):
-    """Joins ``number`` pieces of ``one`` numbers each into the first."""
-    pieces = carray(pointer(first), (number, one), np.float32)
-    for r in range(count):
-        highest = pieces[:, r].max()
-        total = np.float32(0)
-        start = 2 * width + r * latent
-        for p in range(number):
-            weight = np.exp(pieces[p, r] - highest)
-            total += weight * pieces[p, width + r]
-            for i in range(start, start + latent):
-                before = pieces[0, i] if p > 0 else np.float32(0)
-                pieces[0, i] = before + weight * pieces[p, i]
-        pieces[0, width + r] = total
-
-
-@njit
-def _piece_of(a, number):
-    """Which sequence piece ``number`` belongs to, and that sequence's pieces.
-
-    Returns:
-        sequence (-1: no such piece), its first piece, how many it has, its length.
-    """
-    lengths = carray(pointer(a.lengths), a.sequences, np.int32)
-    first = 0
-    for sequence in range(a.sequences):
-        length = np.int64(lengths[sequence])
-        pieces = max(1, -(-length // a.piece))
-        if number < first + pieces:
-            return sequence, first, pieces, length
-        first += pieces
-    return -1, first, 0, 0
+            sums, 4 * a.latent, count, logits, width, 4, decay, tile, row, tokens,
+            a.latent,
+        )  # fmt: skip
 
 
 @njit
 def _item(a, item, memory):
     """One piece of one sequence, for one group of heads."""
     number, group = item // a.groups, item % a.groups
-    sequence, first, pieces, length = _piece_of(a, number)
+    sequence, first, pieces, length = piece_of(a, number)
     if sequence < 0:
         return
     head = group * a.group
     heads = min(a.group, a.heads - head)
-    count = _padded(heads, ROWS)
-    width = _padded(count, LANES)
+    count = padded(heads, ROWS)
+    width = padded(count, LANES)
     query = memory
     memory += 4 * count * (a.latent + a.rope)
-    one = _partial(a.group, a.latent)
+    one = partial(a.group, a.latent)
     joined = a.partial + 4 * one * (first * a.groups + group * pieces)
     if pieces > 1:
         highest = joined + 4 * one * (number - first)
@@ -312,7 +238,7 @@ def _item(a, item, memory):
         memory += 4 * one
     total = highest + 4 * width
     sums = total + 4 * width
-    _clear(highest, total, sums, width, count * a.latent)
+    clear(highest, total, sums, width, count * a.latent)
     _read_query(a, sequence, head, heads, query)
     table = carray(
         pointer(a.table + sequence * a.table_sequence), a.table_sequence // 4, np.int32
@@ -324,10 +250,11 @@ def _item(a, item, memory):
         done = fetch_add(a.finished + 8 * (sequence * a.groups + group), 1)
         if done < pieces - 1:
             return
-        _join(joined, heads, width, one, a.latent, pieces)
+        join(joined, heads, width, one, a.latent, pieces)
         total = joined + 4 * width
         sums = total + 4 * width
-    _write(a, sequence, head, heads, total, sums)
+    row = sequence * a.heads + head
+    write_result(a, row, heads, a.latent, a.out_scale, total, sums)
 
 
 def _decode(record):

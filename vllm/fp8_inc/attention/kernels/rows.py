@@ -93,6 +93,19 @@ def fp8_row(b, source, target, size, max_code):
     )
 
 
+@emitted(*[types.int64] * 6)
+def fp8_columns(b, source, stride, target, target_stride, size, max_code):
+    """``size`` rows of 16 codes, each row ``stride`` bytes on, as ``fp8_row``."""
+
+    def body(i, _):
+        codes = load(b, b.add(source, b.mul(i, stride)), vector(I8, AT_ONCE), 1)
+        out = fp8_to_float(b, codes, max_code)
+        store(b, out, b.add(target, b.mul(i, target_stride)))
+        return []
+
+    loop(b, size, [], body)
+
+
 @emitted(types.int64, types.int64, types.int64)
 def bf16_row(b, source, target, size):
     """``size`` bfloat16 at ``source`` to float32 at ``target``."""

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +64,7 @@ class Kernel:
         self.names = record.names[len(_HEAD) :]
         kinds = (record[name] for name in record.names)
         self.layout = struct.Struct("@" + "".join(kind.char for kind in kinds))
+        self.memory = ctypes.c_char * self.layout.size
 
     def bind(self, calls: int, **fields: float) -> "Bound":
         """Packs all but the first ``calls`` fields of the record once."""
@@ -90,7 +92,7 @@ class Kernel:
     def __call__(self, threads: int, **fields: float) -> None:
         """Runs on ``threads`` threads, this one included."""
         values = map(fields.__getitem__, self.names)
-        record = ctypes.create_string_buffer(self.layout.pack(0, 0, *values))
+        record = self.memory.from_buffer_copy(self.layout.pack(0, 0, *values))
         function = self.compiled.address
         if threads == 1:
             _serial(function)(record)
@@ -112,13 +114,13 @@ class Bound:
         kinds = kernel.layout.format[1 + head :]
         self._head = struct.Struct(f"@{head}q").pack
         self._rest = struct.Struct("@" + kinds).pack(*values)
-        self._record = ctypes.c_char * kernel.layout.size
+        self._memory = kernel.memory
         self._address = kernel.compiled.address
         self._serial = _serial(self._address)
 
     def __call__(self, threads: int, *values: int) -> None:
         """Runs on ``threads`` threads, this one included."""
-        record = self._record.from_buffer_copy(self._head(0, 0, *values) + self._rest)
+        record = self._memory.from_buffer_copy(self._head(0, 0, *values) + self._rest)
         if threads == 1:
             self._serial(record)
         else:
@@ -159,27 +161,55 @@ def threads_for(operations: float) -> int:
 SMALL = 200_000
 
 
+def _hash_of_sources() -> str:
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+# Taken while the modules are imported: an edit that follows must not get their code.
+_SOURCES = _hash_of_sources()
+
+
 @functools.cache
 def cache_folder() -> Path | None:
     """Where compiled kernels are kept: under VLLM_CACHE_ROOT, by their sources' hash.
 
-    numba itself looks at one source file of the several that make a kernel.
+    numba itself looks at one source file of the several that make a kernel. None where
+    VLLM_DISABLE_COMPILE_CACHE is set or the folder is not safe to use.
     """
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    folder = Path(envs.VLLM_CACHE_ROOT) / "fp8_inc_kernels" / digest.hexdigest()[:16]
+    if envs.VLLM_DISABLE_COMPILE_CACHE:
+        return None
+    root = Path(envs.VLLM_CACHE_ROOT) / "fp8_inc_kernels"
+    folder = root / _SOURCES
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe{id(digest)}"
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _check_owner(root)
+        _check_owner(folder)
+        probe = folder / f".probe{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
         logger.warning(
-            "fp8_inc: %s cannot be written (%s); the attention kernels are compiled "
-            "at each start. Set VLLM_CACHE_ROOT to a folder that can be",
+            "fp8_inc: compiled kernels cannot be kept in %s (%s): the attention "
+            "kernels are compiled at each start. Set VLLM_CACHE_ROOT to another folder",
             folder,
             error,
         )
         return None
     return folder
+
+
+def _check_owner(folder: Path) -> None:
+    """Machine code is loaded from there: nobody else may write it.
+
+    Raises:
+        PermissionError: If the folder is another user's, or others may write to it.
+    """
+    status = folder.stat()
+    if status.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to user {status.st_uid}")
+    if status.st_mode & 0o022:
+        raise PermissionError(f"{folder} can be written by others; chmod 700 it")

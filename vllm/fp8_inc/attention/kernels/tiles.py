@@ -129,12 +129,50 @@ def softmax_step(b, logits, logits_stride, tokens, highest, total, decay):
     store(b, fma(b, load(b, total, kind), factor, sums), total)
 
 
+def _folded(b, values, join):
+    """Joins the lanes of a vector; the result is in every lane."""
+    lanes, step = values.type.count, values.type.count // 2
+    while step:
+        turned = [(lane + step) % lanes for lane in range(lanes)]
+        values = join(values, shuffle(b, values, values, turned))
+        step //= 2
+    return values
+
+
+@emitted(_int, _int, _int, _int, _int)
+def softmax_row(b, logits, tokens, highest, total, decay):
+    """``softmax_step`` for one row of contiguous logits; 16 divides ``tokens``."""
+    kind = vector(F32)
+    before = broadcast(b, load(b, highest, F32))
+
+    def larger(x, y):
+        return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+    def at(i):
+        return offset(b, logits, i, 4 * LANES)
+
+    steps = b.sdiv(tokens, I64(LANES))
+    (now,) = loop(b, steps, [before], lambda i, m: [larger(load(b, at(i), kind), m[0])])
+    now = _folded(b, now, larger)
+
+    def exponential(i, values):
+        x = exp(b, b.fsub(load(b, at(i), kind), now))
+        store(b, x, at(i))
+        return [b.fadd(values[0], x)]
+
+    factor = exp(b, b.fsub(before, now))
+    (sums,) = loop(b, steps, [splat(kind, 0.0)], exponential)
+    sums = fma(b, broadcast(b, load(b, total, F32)), factor, _folded(b, sums, b.fadd))
+    for value, address in ((now, highest), (factor, decay), (sums, total)):
+        store(b, b.extract_element(value, I32(0)), address)
+
+
 def _outer_products(width):
     """Makes the function for ``width`` vectors of each row."""
 
-    @emitted(*[_int] * 8)
+    @emitted(*[_int] * 9)
     def outer_products(
-        b, out, out_stride, left, left_stride, decay, right, right_stride, count
+        b, out, out_stride, left, left_k, left_r, decay, right, right_stride, count
     ):
         """out[r] = decay[r] * out[r] + sum over k of left[k, r] * right[k]."""
         rows = addresses(b, out, out_stride, ROWS)
@@ -151,10 +189,10 @@ def _outer_products(width):
             vectors = [
                 load(b, offset(b, values, w, 4 * LANES), kind) for w in range(width)
             ]
-            factors = b.add(left, b.mul(k, left_stride))
+            factors = addresses(b, b.add(left, b.mul(k, left_k)), left_r, ROWS)
             out = []
-            for r in range(ROWS):
-                factor = broadcast(b, load(b, offset(b, factors, r, 4), F32))
+            for r, address in enumerate(factors):
+                factor = broadcast(b, load(b, address, F32))
                 for w in range(width):
                     out.append(fma(b, factor, vectors[w], sums[r * width + w]))
             return out
@@ -172,53 +210,27 @@ _outer_1, _outer_2, _outer_3 = (_outer_products(width) for width in (1, 2, 3))
 
 @njit
 def outer(
-    out, out_stride, rows, left, left_stride, decay, right, right_stride, count, size
+    out, out_stride, rows, left, left_k, left_r, decay, right, right_stride, count, size
 ):
     """out[r, :size] = decay[r] * out[r, :size] + sum over k of left[k, r] * right[k].
 
-    Strides are in bytes; ``rows`` is a multiple of ROWS, ``size`` one of LANES.
+    Strides are in bytes, left's of k and of r; ``rows`` is a multiple of ROWS, ``size``
+    one of LANES.
     """
-    step = 4 * LANES
     vectors = size // LANES
     done = 0
     while done < vectors:
         width = min(3, vectors - done)
-        at = done * step
+        at = 4 * done * LANES
         for r in range(0, rows, ROWS):
-            o = out + r * out_stride + at
+            o, x, y = out + r * out_stride + at, left + r * left_r, right + at
+            d = decay + 4 * r
             if width == 3:
-                _outer_3(
-                    o,
-                    out_stride,
-                    left + 4 * r,
-                    left_stride,
-                    decay + 4 * r,
-                    right + at,
-                    right_stride,
-                    count,
-                )
+                _outer_3(o, out_stride, x, left_k, left_r, d, y, right_stride, count)
             elif width == 2:
-                _outer_2(
-                    o,
-                    out_stride,
-                    left + 4 * r,
-                    left_stride,
-                    decay + 4 * r,
-                    right + at,
-                    right_stride,
-                    count,
-                )
+                _outer_2(o, out_stride, x, left_k, left_r, d, y, right_stride, count)
             else:
-                _outer_1(
-                    o,
-                    out_stride,
-                    left + 4 * r,
-                    left_stride,
-                    decay + 4 * r,
-                    right + at,
-                    right_stride,
-                    count,
-                )
+                _outer_1(o, out_stride, x, left_k, left_r, d, y, right_stride, count)
         done += width
 
 
