@@ -162,6 +162,7 @@ def test_the_order_of_a_batch_does_not_matter(llm):
         close(found, answer)
 
 
+@pytest.mark.slow
 def test_preempted_sequences_are_computed_again(llm):
     """Six sequences of up to 6 blocks do not fit in 24."""
     prompts = [clean(30 + n, 10 + n) for n in range(6)]
