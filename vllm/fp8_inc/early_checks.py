@@ -62,8 +62,14 @@ def _scales(folder: Folder) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def shards_of(model_config: "ModelConfig", load_config: "LoadConfig") -> Folder | None:
-    """The folder of a checkpoint whose safetensors vLLM is going to load."""
-    path = Path(model_config.model)
-    if load_config.load_format not in _SHARDS or not any(path.glob("*.safetensors")):
+    """The folder of a checkpoint whose safetensors vLLM is going to load.
+
+    None where that is not what Folder.shards says: "auto" alone prefers Mistral's
+    consolidated files.
+    """
+    path, format_ = Path(model_config.model), load_config.load_format
+    if format_ not in _SHARDS or not any(path.glob("*.safetensors")):
+        return None
+    if format_ != "auto" and any(path.glob("consolidated*.safetensors")):
         return None
     return Folder(path, {})
