@@ -4,6 +4,7 @@
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -172,9 +173,9 @@ def test_text_between_marks_is_replaced_and_nothing_else(tmp_path):
 def test_results_name_no_folder_and_no_host():
     for path in report.RESULTS.glob("*.json"):
         text = path.read_text()
-        assert "/work" not in text and "/home" not in text and "/tmp" not in text
-        settings = json.loads(text)["settings"]
-        assert {"machine", "vllm", "torch", "transformers"} <= settings.keys()
+        assert not re.search(r'["\s=]/\w', text), path
+        result = json.loads(text)
+        assert "machine" in result.get("settings", result)
 
 
 def test_the_tables_of_the_documents_are_current(monkeypatch):
