@@ -97,7 +97,9 @@ def distance(one, other):
 
 
 @pytest.mark.parametrize("device, maximum", [("gaudi2", 240.0), ("gaudi3", 448.0)])
-@pytest.mark.parametrize("block_size", [16, 48, 128])
+@pytest.mark.parametrize(
+    "block_size", [16, pytest.param(48, marks=pytest.mark.slow), 128]
+)
 def test_equals_transformers(served, device, maximum, block_size):
     config, tensors, answers = served(device, block_size=block_size)
     factor = 448 / maximum
@@ -142,7 +144,10 @@ def test_scales_per_head_equal_transformers(served, device, maximum):
             assert distance(answer.logprobs, other) > 2 * BOUND
 
 
-@pytest.mark.parametrize("device, maximum", [("gaudi2", 240.0), ("gaudi3", 448.0)])
+@pytest.mark.parametrize(
+    "device, maximum",
+    [pytest.param("gaudi2", 240.0, marks=pytest.mark.slow), ("gaudi3", 448.0)],
+)
 @pytest.mark.parametrize(
     "quantization, quantize",
     [

@@ -109,7 +109,9 @@ def test_prefill_and_decode_equal_transformers(tmp_path, rope, cache):
     ],
     ids=["small", "wide", "q_lora"],
 )
-@pytest.mark.parametrize("block_size", [16, 48, 128])
+@pytest.mark.parametrize(
+    "block_size", [16, pytest.param(48, marks=pytest.mark.slow), 128]
+)
 def test_any_latent_and_block_size(tmp_path, sizes, block_size):
     path = kv_only(tmp_path, **sizes)
     oracle = Oracle(path, LATENT)
@@ -174,6 +176,12 @@ def generate(llm: Any) -> list[Hit]:
     return [Hit(r) for r in llm.generate(prompts, parameters, use_tqdm=False)]
 
 
+@pytest.fixture(scope="module")
+def right_answers(tmp_path_factory):
+    path = kv_only(tmp_path_factory.mktemp("right"))
+    return path, answers(path)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -187,9 +195,9 @@ def generate(llm: Any) -> list[Hit]:
         pytest.param({"latent_scales": None}, id="not quantised"),
     ],
 )
-def test_the_bound_catches(tmp_path, wrong):
-    path = kv_only(tmp_path)
+def test_the_bound_catches(right_answers, wrong):
+    path, found = right_answers
     right = Oracle(path, LATENT)
-    for answer in answers(path):
+    for answer in found:
         assert prefill_distance(answer, right) < BOUND
         assert prefill_distance(answer, Oracle(path, **wrong)) > 20 * BOUND

@@ -73,8 +73,15 @@ def served(path: str, device: str, **options):
         return answer, caches, [layer.impl.scales for layer in layers]
 
 
-@pytest.mark.parametrize("device", MAXIMUM)
-@pytest.mark.parametrize("kind", BUILDERS)
+@pytest.mark.parametrize(
+    "kind, device",
+    [
+        ("mla", "gaudi3"),
+        ("gqa", "gaudi2"),
+        pytest.param("mla", "gaudi2", marks=pytest.mark.slow),
+        pytest.param("gqa", "gaudi3", marks=pytest.mark.slow),
+    ],
+)
 def test_the_cache_is_that_of_the_same_scales_in_a_checkpoint(
     tmp_path, monkeypatch, quant_config, caplog_vllm, kind, device
 ):
@@ -200,7 +207,9 @@ def test_linear_layers_are_those_of_a_checkpoint_with_the_same_scales(
         assert torch.equal(cache, wanted)
 
 
-@pytest.mark.parametrize("device", MAXIMUM)
+@pytest.mark.parametrize(
+    "device", ["gaudi2", pytest.param("gaudi3", marks=pytest.mark.slow)]
+)
 def test_experts_are_those_of_a_checkpoint_with_the_same_scales(
     tmp_path, monkeypatch, quant_config, device
 ):

@@ -43,7 +43,8 @@ BLOCK_SIZES = {
 }
 BLOCK = {"weight_block_size": [128, 128], "fmt": "e4m3"}
 DEVICES = pytest.mark.parametrize(
-    "served, maximum", [("gaudi2", 240.0), ("gaudi3", 448.0)]
+    "served, maximum",
+    [pytest.param("gaudi2", 240.0, marks=pytest.mark.slow), ("gaudi3", 448.0)],
 )
 
 
