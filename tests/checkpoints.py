@@ -109,10 +109,10 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
 
     hidden = config["hidden_size"]
     tensors["model.embed_tokens.weight"] = torch.randn(
-        VOCAB, hidden, generator=generator
+        config["vocab_size"], hidden, generator=generator
     ).bfloat16()
     tensors["lm_head.weight"] = (
-        torch.randn(VOCAB, hidden, generator=generator) * 4 / hidden**0.5
+        torch.randn(config["vocab_size"], hidden, generator=generator) * 4 / hidden**0.5
     ).bfloat16()
     norm("model.norm", hidden)
     for n in range(config["num_hidden_layers"]):
