@@ -122,13 +122,19 @@ def test_a_worker_is_killed(tmp_path):
         no_orphan(family)
 
 
+@pytest.mark.xfail(strict=True, reason="upstream's engine core sees no parent die")
 def test_the_api_server_is_killed(tmp_path):
     with serving(tmp_path) as (server, client):
         family = psutil.Process(server.process.pid).children(recursive=True)
-        assert family
         server.process.kill()
-        assert ends(server, client) == -signal.SIGKILL
-        no_orphan(family)
+        if not family or ends(server, client) != -signal.SIGKILL:
+            return  # an unexpected pass
+        try:
+            no_orphan(family)
+        finally:
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
