@@ -3,11 +3,12 @@
 """Results on disk: what ran with which versions, one finished arm at a time."""
 
 import json
-import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from vllm.fp8_inc.whole_folder import new_file
 
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = ("vllm", "torch", "transformers")
@@ -48,11 +49,9 @@ class Record:
     def add(self, name: str, row: dict[str, Any]) -> None:
         """Writes the file with one more row, whole or not at all."""
         self.rows[name] = row
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
         content = {"settings": self.settings, "rows": self.rows}
-        part.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(part, self.path)
+        with new_file(self.path) as part:
+            part.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def rounded(values: dict[str, float], digits: int = 6) -> dict[str, float]:
@@ -71,6 +70,5 @@ def write_between(page: Path, name: str, text: str) -> None:
     _, closed, after = rest.partition(end)
     if not found or not closed:
         raise ValueError(f"{page} has no marks {name}:begin and {name}:end")
-    part = page.with_name(f".{page.name}.part")
-    part.write_text(before + begin + text.rstrip("\n") + "\n" + end + after)
-    os.replace(part, page)
+    with new_file(page) as part:
+        part.write_text(before + begin + text.rstrip("\n") + "\n" + end + after)

@@ -12,6 +12,7 @@ from numba import carray, njit
 
 from vllm.fp8_inc.attention.kernels import rows
 from vllm.fp8_inc.attention.kernels.pieces import (
+    as_read,
     clear,
     join,
     memory_of,
@@ -82,9 +83,7 @@ def decode_heads(
     Returns:
         [sequences, heads, head_size] in the dtype of the query.
     """
-    block_table, lengths = block_table.int(), lengths.int().contiguous()
-    if block_table.stride(1) != 1:
-        block_table = block_table.contiguous()
+    block_table, lengths = as_read(block_table, lengths)
     sequences, heads, size = query.shape
     _, kv_heads, block_size, _ = cache.shape
     queries = heads // kv_heads

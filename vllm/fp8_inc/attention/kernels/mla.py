@@ -14,6 +14,7 @@ from numba import carray, njit
 
 from vllm.fp8_inc.attention.kernels import rows, writers
 from vllm.fp8_inc.attention.kernels.pieces import (
+    as_read,
     clear,
     join,
     memory_of,
@@ -90,10 +91,7 @@ def decode_latents(
     Returns:
         [sequences, heads, latent] in the dtype of the query.
     """
-    # What the kernel reads; vLLM's are so already.
-    block_table, lengths = block_table.int(), lengths.int().contiguous()
-    if block_table.stride(1) != 1:
-        block_table = block_table.contiguous()
+    block_table, lengths = as_read(block_table, lengths)
     sequences, heads, latent = latent_query.shape
     rope = rope_query.shape[-1]
     kind, query_kind = KINDS[cache.dtype], KINDS[latent_query.dtype]

@@ -35,6 +35,16 @@ def piece(tokens: int, threads: int, shortest: int) -> int:
     return math.ceil(wanted / shortest) * shortest
 
 
+def as_read(
+    block_table: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as the kernels read them, int32 and contiguous; vLLM's are so already."""
+    block_table, lengths = block_table.int(), lengths.int().contiguous()
+    if block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
+    return block_table, lengths
+
+
 _NONE = torch.empty(0, dtype=torch.float32)
 
 
