@@ -23,8 +23,9 @@ SOURCES := pyproject.toml upstream.toml $(wildcard tools/forkbuild/*.py) \
            $(wildcard patches/vllm/*) $(LINKED)
 STAMP   := $(VENV)/.installed
 HPU     := build/hpu/packages
-# One process a core: an engine of a test has one thread.
-PARALLEL := --numprocesses auto --dist loadfile
+# One process a core: an engine of a test has one thread. A file's tests stay together
+# until one process has none left and takes some of the other's.
+PARALLEL := --numprocesses auto --dist worksteal
 
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 

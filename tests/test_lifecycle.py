@@ -72,7 +72,9 @@ def test_lost_weights_and_scales_come_back_with_a_reload(tmp_path, kind):
     assert torch.equal(after.logprobs, before.logprobs)
 
 
-@pytest.mark.parametrize("device", ["gaudi2", "gaudi3"])
+@pytest.mark.parametrize(
+    "device", ["gaudi2", pytest.param("gaudi3", marks=pytest.mark.slow)]
+)
 def test_a_saved_state_keeps_its_scales(tmp_path, caplog_vllm, device):
     """Also where it is served on another device than it was saved from."""
     first = checkpoint(tmp_path / "first", "gqa")
@@ -91,7 +93,7 @@ def test_a_saved_state_keeps_its_scales(tmp_path, caplog_vllm, device):
     assert "KV scales of 3 layers from a saved state" in caplog_vllm.text
 
 
-@pytest.mark.parametrize("kind", BUILDERS)
+@pytest.mark.parametrize("kind", [pytest.param("mla", marks=pytest.mark.slow), "gqa"])
 def test_a_layer_can_keep_an_unquantised_cache(tmp_path, kind):
     path = checkpoint(tmp_path, kind)
     # First, so that upstream has chosen a backend for a layer that looks the same.

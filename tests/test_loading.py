@@ -32,10 +32,16 @@ from tests.engines import (
 LAYER = "model.layers.1.self_attn"
 
 
-@pytest.mark.parametrize("kind", BUILDERS)
 @pytest.mark.parametrize(
-    "shape, dtype",
-    [([1], torch.float32), ([], torch.bfloat16), ([1, 1, 1], torch.float16)],
+    "kind, shape, dtype",
+    [
+        ("mla", [1], torch.float32),
+        ("gqa", [], torch.bfloat16),
+        ("gqa", [1, 1, 1], torch.float16),
+        pytest.param("gqa", [1], torch.float32, marks=pytest.mark.slow),
+        pytest.param("mla", [], torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("mla", [1, 1, 1], torch.float16, marks=pytest.mark.slow),
+    ],
 )
 def test_each_layer_gets_its_own_scales(tmp_path, kind, shape, dtype):
     scales = kv_scales(BUILDERS[kind]())
@@ -84,7 +90,7 @@ def test_adjustment_reaches_the_layers(
         assert layer["k"] == acting((0.011 + 0.005 * n) * factor)
 
 
-@pytest.mark.parametrize("kind", BUILDERS)
+@pytest.mark.parametrize("kind", ["mla", pytest.param("gqa", marks=pytest.mark.slow)])
 def test_auto_ignores_the_scales(tmp_path, kind):
     config = BUILDERS[kind]()
     with_scales = checkpoint(tmp_path / "with", kind)
@@ -107,7 +113,9 @@ def test_legacy_scales_are_not_dropped_in_silence(tmp_path, caplog_vllm):
     assert "legacy_scales is not used" in caplog_vllm.text
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)]
+)
 def test_mla_serves_a_bfloat16_cache(tmp_path, dtype):
     """It is what auto gives a bf16 model; a float32 model rounds into it."""
     path = checkpoint(tmp_path, "mla")
@@ -155,7 +163,7 @@ def test_one_line_says_what_was_loaded(tmp_path, caplog_vllm):
         assert part in lines[0]
 
 
-@pytest.mark.parametrize("kind", BUILDERS)
+@pytest.mark.parametrize("kind", ["mla", pytest.param("gqa", marks=pytest.mark.slow)])
 def test_reloaded_weights_bring_their_scales(tmp_path, kind):
     first, second = (
         fp8_static(tmp_path / "a", kind),

@@ -110,7 +110,8 @@ def test_prefill_and_decode_equal_transformers(tmp_path, rope, cache):
     ids=["small", "wide", "q_lora"],
 )
 @pytest.mark.parametrize(
-    "block_size", [16, pytest.param(48, marks=pytest.mark.slow), 128]
+    "block_size",
+    [16, *(pytest.param(n, marks=pytest.mark.slow) for n in (48, 128))],
 )
 def test_any_latent_and_block_size(tmp_path, sizes, block_size):
     path = kv_only(tmp_path, **sizes)
@@ -136,7 +137,9 @@ def test_fp8_static_weights_on_both_devices(tmp_path, served, flavor, maximum, f
     assert median_distance(served_answers, oracle) < MEDIAN_BOUND
 
 
-@pytest.mark.parametrize("cache", ["auto", "fp8_inc"])
+@pytest.mark.parametrize(
+    "cache", ["fp8_inc", pytest.param("auto", marks=pytest.mark.slow)]
+)
 def test_chunks_and_prefix_hits_change_nothing(tmp_path, cache):
     path = kv_only(tmp_path)
     whole = answers(path, kv_cache_dtype=cache, enable_prefix_caching=False)

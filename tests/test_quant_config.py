@@ -154,7 +154,10 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("device, quantization", [("gaudi2", "inc"), ("gaudi3", None)])
+@pytest.mark.parametrize(
+    "device, quantization",
+    [("gaudi2", "inc"), pytest.param("gaudi3", None, marks=pytest.mark.slow)],
+)
 def test_linear_layers_are_those_of_a_checkpoint_with_the_same_scales(
     tmp_path, monkeypatch, quant_config, device, quantization
 ):
