@@ -21,6 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import small_and_quiet
+
 ROOT = Path(__file__).parents[1]
 BF16 = ROOT / "examples" / "tiny-deepseek-v2"
 FP8 = ROOT / "examples" / "tiny-deepseek-v2-fp8"
@@ -75,8 +77,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=12345)
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    small_and_quiet()
 
     drawn = questions(args.count, args.shots, args.seed)
     from problems import grade

