@@ -3,6 +3,7 @@
 """Results on disk: what ran with which versions, one finished arm at a time."""
 
 import json
+import logging
 import os
 import platform
 from importlib.metadata import version
@@ -28,7 +29,9 @@ def machine() -> dict[str, Any]:
 def small_and_quiet() -> None:
     """Engines started from here on take 1 GiB for the cache and say errors only."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # vllm reads the variable when it is imported, which some benchmarks do at once.
+    logging.getLogger("vllm").setLevel(level)
 
 
 class Record:
@@ -53,7 +56,6 @@ class Record:
 
     def add(self, name: str, row: dict[str, Any]) -> None:
         """Writes the file with one more row, whole or not at all."""
-        # Not above: whoever imports vllm has chosen its logging.
         from vllm.fp8_inc.whole_folder import new_file
 
         self.rows[name] = row
@@ -78,5 +80,7 @@ def write_between(page: Path, name: str, text: str) -> None:
     _, closed, after = rest.partition(end)
     if not found or not closed:
         raise ValueError(f"{page} has no marks {name}:begin and {name}:end")
+    from vllm.fp8_inc.whole_folder import new_file
+
     with new_file(page) as part:
         part.write_text(before + begin + text.rstrip("\n") + "\n" + end + after)
