@@ -3,9 +3,10 @@
 """Runs every benchmark: ``make bench``."""
 
 from benchmarks import (
-    accuracy,
     hpu_bytes,
     kernels,
+    report,
+    request_table,
     scale_names,
     weight_conversion,
 )
@@ -15,4 +16,5 @@ if __name__ == "__main__":
     weight_conversion.main()
     hpu_bytes.main()
     kernels.main()
-    accuracy.main()
+    request_table.main()
+    report.main()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.accuracy import FP8, ROOT
+from benchmarks.embedded import FP8, ROOT
 from benchmarks.record import RESULTS, Record, rounded, small_and_quiet
 from tests.device_numbers import MAXIMUM
 from tests.oracle import Oracle

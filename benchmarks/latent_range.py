@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy import BF16, FP8, LONGEST_ANSWER, ROOT, questions
+from benchmarks.embedded import BF16, FP8, LONGEST_ANSWER, ROOT, questions
 from benchmarks.live import Result, figures, forced, options
 from benchmarks.record import RESULTS, Record, rounded, small_and_quiet
 from benchmarks.rescaled import Rescaling, rescale

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import gqa, smollm2
-from benchmarks.accuracy import BF16
+from benchmarks.embedded import BF16
 from benchmarks.latent_range import CALIBRATION, held_out_texts
 from benchmarks.live import NearestEven, format_of, static
 from benchmarks.record import RESULTS, Record, rounded

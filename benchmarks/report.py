@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.decision_chart import DOCS, PAGE
 from benchmarks.record import RESULTS, write_between
 
+README = DOCS.parent / "README.md"
 PLOT = DOCS / "figures" / "latent-range.svg"
 DEVICES = ("gaudi2", "gaudi3")
 SCALES = ("unit", "k-only", "calibrated")
@@ -206,7 +207,7 @@ def _points(
 
 
 def main() -> None:
-    """Writes the tables of docs/fp8-on-gaudi.md and the plot."""
+    """Writes the tables of docs/fp8-on-gaudi.md and README, and the plot."""
     latent = read("latent-range")
     tables = {
         "results-request": (request_table, read("request-table")),
@@ -220,6 +221,8 @@ def main() -> None:
         if content["rows"]:
             text = f"{draw(content)}\n\n{of(content['settings'])}."
             write_between(PAGE, name, text)
+            if name == "results-request":
+                write_between(README, name, text)
     if latent["rows"]:
         plot(latent)
 

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy import FP8, ROOT
+from benchmarks.embedded import FP8, ROOT
 from benchmarks.record import RESULTS, Record, rounded, small_and_quiet
 
 TASKS = ROOT / "examples" / "tasks"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks import gqa, latent_range, live, query_scales, report, request_table
-from benchmarks.accuracy import BF16, FP8
+from benchmarks.embedded import BF16, FP8
 from benchmarks.record import Record, write_between
 from benchmarks.rescaled import Rescaling, rescale
 from tests.device_numbers import MAXIMUM
