@@ -104,7 +104,7 @@ def request_table(content: Content) -> str:
         for chosen in ("flexible-extract", "strict-match"):
             value = figure(row, chosen, ".4f")
             cells.append(f"{value} ± {figure(row, f'{chosen} stderr', '.4f')}")
-        is_base = name == "bf16"
+        is_base = name.startswith("bf16")
         chosen = "strict-match"
         change = around(row, f"{chosen} difference", f"{chosen} ci95", 4)
         cells.append("" if is_base else change)

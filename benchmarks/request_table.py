@@ -4,8 +4,9 @@
 
 lm-eval's task examples/tasks/word-problems.yaml, 1,319 problems whose numbers no
 training problem has together, with a bf16 cache, unit scales and loaded scales, on
-both devices; every arm against bf16 question by question. Beside it, teacher-forced
-on problems with their solutions: perplexity and divergence.
+both devices; every arm against bf16, whose FP8 weights have the same device's numbers,
+question by question. Beside it, teacher-forced on problems with their solutions:
+perplexity and divergence.
 
 Example:
     python -m benchmarks.request_table --limit 400
@@ -97,9 +98,9 @@ def run(args: argparse.Namespace, work: Path) -> None:
     }
     record = Record(args.out, settings)
     texts = solved_texts(work, args.texts)
-    base = run_arm(REFERENCE, DEVICES[0], args, work, texts)
-    record.add("bf16", figures(base, base))
     for device in DEVICES:
+        base = run_arm(REFERENCE, device, args, work, texts)
+        record.add(f"{REFERENCE}, {device}", figures(base, base))
         for arm in ARMS:
             result = run_arm(arm, device, args, work, texts)
             record.add(f"{arm}, {device}", figures(result, base))

@@ -107,12 +107,13 @@ class Oracle:
         def forward(x, ids, weights):
             out = torch.zeros_like(x)
             x = self.weights.input(x, hidden_names)
-            for token in range(x.shape[0]):
-                for expert, weight in zip(ids[token], weights[token], strict=True):
-                    gate, up = (module.gate_up_proj[expert] @ x[token]).chunk(2)
-                    hidden = torch.nn.functional.silu(gate) * up
-                    hidden = self.weights.input(hidden, [f"{name}.{expert}.down_proj"])
-                    out[token] += weight * (module.down_proj[expert] @ hidden)
+            for expert in range(count):
+                tokens, slots = (ids == expert).nonzero(as_tuple=True)
+                gate, up = (x[tokens] @ module.gate_up_proj[expert].T).chunk(2, dim=-1)
+                hidden = torch.nn.functional.silu(gate) * up
+                hidden = self.weights.input(hidden, [f"{name}.{expert}.down_proj"])
+                result = hidden @ module.down_proj[expert].T
+                out.index_add_(0, tokens, weights[tokens, slots, None] * result)
             return out
 
         return forward

@@ -16,8 +16,10 @@ from tests.checkpoints import checkpoint, kv_scales, llama_config, weights, writ
 from tests.engines import ask, engine, prompt
 from tests.kv_scales.command import call, examples
 from vllm.fp8_inc.comparison import tasks
+from vllm.fp8_inc.comparison.arms import arm_options
 from vllm.fp8_inc.comparison.forced import ForcedWorker
 from vllm.fp8_inc.comparison.statistics import Difference, paired, recovery, student
+from vllm.fp8_inc.sources.folder import Folder
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-deepseek-v2-fp8"
 
@@ -81,6 +83,21 @@ def test_a_scale_that_saturates_is_seen(tmp_path, capfd, numbered, texts):
     assert unit["top1_agreement_pct"] > 80 > loaded["top1_agreement_pct"]
     assert (bf16["verdict"], loaded["verdict"]) == ("reference", "worse")
     assert unit["verdict"] != "worse"
+
+
+def test_arms_differ_in_the_cache_alone(tmp_path):
+    """FP8 weights of the reference have the device's numbers, too."""
+    folder = Folder.open(str(checkpoint(tmp_path / "model", "gqa")))
+    arms = ("bf16", "fp8-unit", "fp8-loaded")
+    options = [arm_options(arm, folder, "gaudi2", tmp_path) for arm in arms]
+    assert [each.pop("kv_cache_dtype") for each in options] == [
+        "auto",
+        "fp8_inc",
+        "fp8_inc",
+    ]
+    assert options[1]["additional_config"]["fp8_inc"].pop("legacy_scales")
+    same = {"additional_config": {"fp8_inc": {"device": "gaudi2"}}}
+    assert options == [same] * 3
 
 
 def test_finished_arms_are_not_run_again(tmp_path, capfd, numbered, texts, monkeypatch):

@@ -46,12 +46,12 @@ def arm_options(arm: str, folder: Folder, device: str, scratch: Path) -> dict[st
         device: gaudi2 or gaudi3.
         scratch: A folder for a file that the engine reads.
     """
-    if arm == REFERENCE:
-        return {"kv_cache_dtype": "auto"}
+    # The reference has the device as well: FP8 weights compute with its numbers.
     options = {"device": device}
     if arm == "fp8-unit":
         options["legacy_scales"] = str(_unit_scales(folder, device, scratch))
-    return {"kv_cache_dtype": "fp8_inc", "additional_config": {"fp8_inc": options}}
+    cache = "auto" if arm == REFERENCE else "fp8_inc"
+    return {"kv_cache_dtype": cache, "additional_config": {"fp8_inc": options}}
 
 
 def _unit_scales(folder: Folder, device: str, scratch: Path) -> Path:
