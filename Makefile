@@ -50,6 +50,7 @@ ifeq ($(LOCK),)
 	$(PY) -m pip install $(INDEX) --editable '.[test,lint,kv-scales]'
 else
 	$(PY) -m pip install $(INDEX) --require-hashes --no-deps --requirement $(LOCK)
+	$(PY) tools/lock.py --check $(LOCK)
 	$(PY) -m pip install --no-deps --no-build-isolation --editable .
 endif
 	touch $@

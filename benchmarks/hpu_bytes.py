@@ -18,6 +18,7 @@ import torch
 from benchmarks import hpu_roofline
 from benchmarks.hpu_worker import WorkerDecode
 from vllm.fp8_inc import hpu_ops
+from vllm.fp8_inc.attention.hpu_decode import PagedDecode
 from vllm.fp8_inc.attention.mha_hpu import MHAPieces
 from vllm.fp8_inc.attention.mla_hpu import MLAPieces
 from vllm.fp8_inc.formats import GAUDI3
@@ -127,9 +128,10 @@ def count(decode: Callable, shape: Shape, dtype: torch.dtype) -> Bytes:
         return (sizes[1] - sizes[0]) / (less * BLOCK)
 
     each_own = (own(many) - own(few)) / (many - few)
-    bias = 2  # the mask's element, which no layer caches
+    # The mask's element, which no layer caches; we turn it into a bool of two uses.
+    mask = 5 if isinstance(decode, PagedDecode) else 2
     return Bytes(
-        own(few) - each_own * few - bias, (slope(many) - slope(few)) / (many - few)
+        own(few) - each_own * few - mask, (slope(many) - slope(few)) / (many - few)
     )
 
 

@@ -112,24 +112,3 @@ def test_remote_code_is_trusted_nowhere():
             if name == "tests/test_security.py":
                 continue
             assert not turned_on.search((ROOT / name).read_text()), name
-
-
-def test_a_lock_has_a_hash_of_everything_but_the_fork():
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("lock", ROOT / "tools" / "lock.py")
-    lock = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(lock)
-
-    def item(name, **info):
-        return {
-            "metadata": {"name": name, "version": "1.5"},
-            "download_info": {"url": f"https://x/{name}", **info},
-        }
-
-    hashed = {"archive_info": {"hashes": {"sha256": "ab"}}}
-    report = {"install": [item("Torch", **hashed), item("vllm", dir_info={})]}
-    assert lock.lock_lines(report) == ["torch==1.5 --hash=sha256:ab"]
-    report["install"].append(item("other", vcs_info={}))
-    with pytest.raises(ValueError, match="other comes from https://x/other"):
-        lock.lock_lines(report)

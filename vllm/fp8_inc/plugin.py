@@ -24,7 +24,10 @@ def register() -> None:
     VLLM_PLUGINS, which can leave entry points out, does not make a server run
     without us in silence.
     """
+    from vllm.fp8_inc.parent import follow_parent
     from vllm.platforms import current_platform
+
+    follow_parent()
 
     if not current_platform.is_cpu():
         return

@@ -18,10 +18,12 @@ class Fp8KVCache(nn.Module):
     Args:
         use_contiguous_pa: Whether decode finds its blocks in order at the start of
             the cache (VLLM_CONTIGUOUS_PA).
+        is_value: Whether it is V's, see ``without_nan``.
     """
 
-    def __init__(self, use_contiguous_pa: bool) -> None:
+    def __init__(self, use_contiguous_pa: bool, is_value: bool = False) -> None:
         super().__init__()
+        self.is_value = is_value
         self.use_contiguous_pa = use_contiguous_pa
         self.scale = DeviceScale()
         # Set by the worker for a decode over scattered blocks (sliding windows).
@@ -47,7 +49,7 @@ class Fp8KVCache(nn.Module):
             ``cache``.
         """
         if input is not None:
-            rows = self.scale.quantize(input)
+            rows = self.scale.quantize(without_nan(input, not self.is_value))
             # torch has no index_copy_ for FP8 on CPU; the bridge has.
             on_cpu = cache.device.type == "cpu"
             stored, rows = (storage(x) if on_cpu else x for x in (cache, rows))
@@ -65,6 +67,27 @@ class Fp8KVCache(nn.Module):
     ) -> torch.Tensor:
         """Returns the context of a prefill, bfloat16 [blocks, block_size, ...].
 
-        By block id always: these blocks are scattered, contiguous PA or not.
+        By block id always: these blocks are scattered, contiguous PA or not. NaN, which
+        a mask that is added would not hide, is 0; decode finds it in the cache.
         """
-        return self.scale.dequantize(cache.index_select(0, blocks), torch.bfloat16)
+        codes = cache.index_select(0, blocks)
+        return without_nan(self.scale.dequantize(codes, torch.bfloat16), False)
+
+
+def without_nan(rows: torch.Tensor, is_marked: bool) -> torch.Tensor:
+    """Rows [..., dim] with 0 for NaN.
+
+    What is hidden, or of another sequence, is multiplied by 0 and added, and 0 * NaN is
+    NaN: V must have none. The logits of K are masked, so that K may say with its last
+    number that there was one; the last of a latent belongs to K alone.
+
+    Args:
+        rows: Of any float dtype.
+        is_marked: Whether the last number of a row that had NaN is NaN.
+    """
+    found = rows.isnan()
+    clean = rows.masked_fill(found, 0.0)
+    if not is_marked:
+        return clean
+    last = clean[..., -1:].masked_fill(found.any(-1, keepdim=True), torch.nan)
+    return torch.cat((clean[..., :-1], last), -1)

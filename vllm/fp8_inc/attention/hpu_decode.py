@@ -7,7 +7,8 @@ accumulators; the sums over the blocks of a sequence are bfloat16 (sums of the s
 float32) and never FP8, whose range they exceed.
 
 Each block attends for itself, relative to its own largest logit; then the blocks of a
-sequence are weighted and summed.
+sequence are weighted and summed. The sum is a product with zeros for the blocks of all
+others, so that no NaN may come so far: a sequence that has one gets it back at the end.
 """
 
 import torch
@@ -105,7 +106,10 @@ class PagedDecode(nn.Module):
         groups = torch.where(block_groups < 0, batch, block_groups)
         rows = groups.clamp(max=batch - 1)  # what padding computes is dropped
         logits = self._logits(query, key, rows, kv_heads, scale)
-        logits = logits + block_bias[:, None, None]
+        seen = (block_bias == 0)[:, None, None]
+        usable = (logits.abs() < torch.inf) & seen  # NaN is not
+        spoiled = (usable.sum(-1) < seen.sum(-1)).flatten(1)
+        logits = torch.where(usable, logits, -torch.inf)
         maximum = logits.amax(-1, keepdim=True).clamp(min=_LOWEST)
         probabilities = (logits - maximum).exp()
         out = self._weighted_sum(probabilities, value)
@@ -116,7 +120,9 @@ class PagedDecode(nn.Module):
             groups,
         ).view(maximum.shape).to(out.dtype)
         mapping = block_mapping.to(out.dtype).t()
-        return torch.matmul(mapping, out.flatten(1)).view(batch, heads, -1)
+        total = torch.matmul(mapping, out.flatten(1)).view(batch, heads, -1)
+        spoiled = torch.matmul(mapping, spoiled.to(out.dtype)) > 0
+        return total.masked_fill(spoiled.unsqueeze(-1), torch.nan)
 
     def _blocks(
         self, cache: Fp8KVCache, rows: torch.Tensor, block_list: torch.Tensor, size: int

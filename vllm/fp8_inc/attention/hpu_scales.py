@@ -97,8 +97,12 @@ def quantize_rows(
 def quantize_tensor(
     values: torch.Tensor, fmt: Fp8Format
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Casts a tensor by its amax; returns FP8 and the 0-d float32 dequant scale."""
-    quant_scale = ((values.abs().amax() + _EPSILON) / fmt.max).reciprocal()
+    """Casts a tensor by its amax; returns FP8 and the 0-d float32 dequant scale.
+
+    It holds several sequences: what is not finite in one leaves the scale alone.
+    """
+    amax = values.abs().nan_to_num(0.0, 0.0).amax()
+    quant_scale = ((amax + _EPSILON) / fmt.max).reciprocal()
     codes = torch.ops.hpu.cast_to_fp8_v2(values, quant_scale, False, False, FP8)[0]
     return codes, quant_scale.float().reciprocal()
 

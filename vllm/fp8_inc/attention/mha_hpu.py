@@ -26,7 +26,7 @@ class MHAPieces(nn.Module):
     ) -> None:
         super().__init__()
         self.k_cache = Fp8KVCache(use_contiguous_pa)
-        self.v_cache = Fp8KVCache(use_contiguous_pa)
+        self.v_cache = Fp8KVCache(use_contiguous_pa, is_value=True)
         self.decode = PagedDecode(self.k_cache, self.v_cache, fmt, matmul)
         self.prompt = PromptAttention(fmt, matmul)
 
