@@ -16,7 +16,9 @@ from vllm.fp8_inc.hpu_device import hpu_format
 
 CHIP = os.environ["SOFT_GAUDI"]
 TENSORS = os.environ["SOFT_GAUDI_TENSORS"]
-only_hpu = pytest.mark.skipif(TENSORS != "hpu", reason="on cpu nothing tells them apart")
+only_hpu = pytest.mark.skipif(
+    TENSORS != "hpu", reason="on cpu nothing tells them apart"
+)
 FP8 = torch.float8_e4m3fn
 
 

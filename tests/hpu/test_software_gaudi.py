@@ -18,7 +18,9 @@ INSIDE = "tests/hpu/inside_software_gaudi.py"
 
 
 @pytest.mark.parametrize("chip", ["gaudi2", "gaudi3"])
-@pytest.mark.parametrize("tensors", ["cpu", pytest.param("hpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "tensors", ["cpu", pytest.param("hpu", marks=pytest.mark.slow)]
+)
 def test_the_device(chip, tensors):
     """The device in C++ is slow because it may have to be built."""
     if tensors == "hpu" and not shutil.which("c++"):
