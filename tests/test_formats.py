@@ -40,14 +40,16 @@ def test_every_code_decodes_to_its_value(fmt):
 
 
 @BOTH
-def test_a_table_first_read_while_a_bf16_model_loads_is_float32(fmt):
+def test_a_table_first_read_while_a_bf16_model_loads_is_float32_on_the_host(fmt):
     fresh = dataclasses.replace(fmt)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        table = fresh.table
+        with torch.device("meta"):  # as the device of the worker
+            table = fresh.table
     finally:
         torch.set_default_dtype(torch.float32)
     assert table.dtype == torch.float32
+    assert table.device.type == "cpu"
 
 
 @BOTH

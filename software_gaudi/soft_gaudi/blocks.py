@@ -31,12 +31,12 @@ def adjustment(
     sums = block_sums.float().reshape(blocks, -1)
     groups = torch.where(block_groups < 0, batch_size, block_groups).long()
     shape = (batch_size + 1, largest.shape[1])
-    group_max = torch.full(shape, -torch.inf)
+    group_max = largest.new_full(shape, -torch.inf)
     group_max.index_reduce_(0, groups, largest, "amax")
     # A block of nothing but masked scores: -inf minus -inf.
     factor = (largest - group_max[groups]).exp().nan_to_num(0.0)
     own = sums * factor
-    total = torch.zeros(shape).index_add_(0, groups, own)[groups]
+    total = largest.new_zeros(shape).index_add_(0, groups, own)[groups]
     result = factor / torch.maximum(total, own)
     return result.to(block_max.dtype).view(out_shape)
 

@@ -6,7 +6,9 @@ import os
 
 CHIP_ENV = "SOFT_GAUDI"
 MEMORY_ENV = "SOFT_GAUDI_MEMORY"
+TENSORS_ENV = "SOFT_GAUDI_TENSORS"
 _CHIPS = ("gaudi2", "gaudi3")
+_TENSORS = ("", "hpu", "cpu")
 
 
 def chip() -> str:
@@ -19,6 +21,18 @@ def chip() -> str:
     if name not in _CHIPS:
         raise ValueError(f"{CHIP_ENV}={name}: use one of {', '.join(_CHIPS)}")
     return name
+
+
+def tensors() -> str:
+    """Which device tensors for hpu name: SOFT_GAUDI_TENSORS; "": hpu if it can be.
+
+    Raises:
+        ValueError: For another device.
+    """
+    device = os.environ.get(TENSORS_ENV, "")
+    if device not in _TENSORS:
+        raise ValueError(f"{TENSORS_ENV}={device}: use hpu or cpu, or leave it out")
+    return device
 
 
 def memory_bytes() -> int:

@@ -23,10 +23,14 @@ def hpu_backend(
 
 
 def install() -> None:
-    """Registers the backend; fake tensors are on the host like real ones."""
+    """Registers the backend."""
     from torch._dynamo.backends.registry import register_backend
 
     register_backend(hpu_backend, name="hpu_backend")
+
+
+def fold_fake_tensors() -> None:
+    """Puts fake tensors on the host, like real ones."""
     dispatch = FakeTensorMode.dispatch
 
     def dispatch_on_host(

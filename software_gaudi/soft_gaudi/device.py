@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
-"""The module torch.hpu: one device, no queue, host memory."""
+"""The module torch.hpu: one device, no queue."""
 
 import contextlib
 import time
@@ -57,6 +57,19 @@ class Event:
         return (end.time - self.time) * 1e3
 
 
+class Memory:
+    """Counts nothing: where tensors lie on cpu, nobody knows which are the device's."""
+
+    def allocated(self) -> int:
+        return 0
+
+    def peak(self) -> int:
+        return 0
+
+    def reset_peak(self) -> None:
+        pass
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
@@ -65,8 +78,8 @@ def _zero(*args: Any, **kwargs: Any) -> int:
     return 0
 
 
-def hpu_module() -> ModuleType:
-    """Builds torch.hpu."""
+def hpu_module(memory: Memory) -> ModuleType:
+    """Builds torch.hpu; its memory is counted by ``memory``."""
     module = ModuleType("torch.hpu")
     stream = Stream()
     vars(module).update(
@@ -85,12 +98,15 @@ def hpu_module() -> ModuleType:
         get_device_properties=lambda device=None: SimpleNamespace(
             name=chip().upper(), total_memory=memory_bytes()
         ),
-        mem_get_info=lambda device=None: (memory_bytes(), memory_bytes()),
+        mem_get_info=lambda device=None: (
+            max(memory_bytes() - memory.allocated(), 0),
+            memory_bytes(),
+        ),
         memory_stats=lambda device=None: {},
-        memory_allocated=_zero,
-        memory_reserved=_zero,
-        max_memory_allocated=_zero,
-        reset_peak_memory_stats=_nothing,
+        memory_allocated=lambda device=None: memory.allocated(),
+        memory_reserved=lambda device=None: memory.allocated(),
+        max_memory_allocated=lambda device=None: memory.peak(),
+        reset_peak_memory_stats=lambda device=None: memory.reset_peak(),
         empty_cache=_nothing,
         init=_nothing,
         _lazy_init=_nothing,

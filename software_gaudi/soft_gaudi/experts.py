@@ -174,7 +174,7 @@ def measured(
     total_experts: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """As unquantised, with each expert's largest intermediate activation, float32."""
-    amax = torch.zeros(len(w12))
+    amax = hidden_states.new_zeros(len(w12), dtype=torch.float32)
     for index, gate_up in enumerate(w12):
         tokens, _ = torch.where(expert_routing_table == experts_min + index)
         if tokens.numel():
@@ -286,7 +286,7 @@ def _experts(
     first: int,
 ) -> Tensor:
     """The weighted sum over each token's experts, in ``dtype``."""
-    out = torch.zeros(x.shape, dtype=torch.float32)
+    out = x.new_zeros(x.shape, dtype=torch.float32)
     for index, expert in enumerate(experts):
         tokens, slots = torch.where(routing == first + index)
         if tokens.numel():

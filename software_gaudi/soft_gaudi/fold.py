@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
-"""Tensors "on hpu" are host tensors.
+"""Tensors "on hpu" are host tensors: what serves where there is no C++ compiler.
 
 torch.device("hpu") is a name that PyTorch knows, so only what allocates is needed:
 the factories reach the two kernels of the HPU dispatch key, in every thread and under
@@ -68,5 +68,3 @@ def install() -> None:
         setattr(torch, name, on_host(getattr(torch, name)))
     torch.Tensor.to = on_host(torch.Tensor.to)
     torch.nn.Module.to = on_host(torch.nn.Module.to)
-    torch.Tensor.hpu = lambda self, *args, **kwargs: self
-    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self

@@ -7,21 +7,47 @@ import sys
 
 import torch
 
+from soft_gaudi import chip, device
+
 
 @functools.cache
 def install() -> None:
     """Makes the device hpu, torch.hpu, hccl and hpu_backend exist."""
-    from soft_gaudi import collectives, compiling, fold, padding
-    from soft_gaudi.device import hpu_module
+    from soft_gaudi import collectives, compiling, padding
 
-    torch._register_device_module("hpu", hpu_module())
+    torch._register_device_module("hpu", device.hpu_module(_install_device()))
     torch.accelerator.empty_host_cache = lambda: None  # EngineCore calls it at its end
-    fold.install()
+    torch.Tensor.hpu = lambda self, *args, **kwargs: self.to("hpu")
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
     padding.install()
     collectives.install()
     compiling.install()
     _hide_cpu_kernels()
     _define_torchvision_operators()
+
+
+def _install_device() -> device.Memory:
+    """The device in C++, or tensors on cpu where it cannot be built.
+
+    Raises:
+        RuntimeError: If it cannot, and SOFT_GAUDI_TENSORS=hpu asks for it.
+    """
+    from soft_gaudi import compiling, fold, native
+
+    if chip.tensors() != "cpu":
+        try:
+            return native.load()
+        except RuntimeError as error:
+            if chip.tensors() == "hpu":
+                raise
+            print(
+                f"software Gaudi: {error}; tensors for hpu lie on cpu, where no mix-up "
+                f"of devices shows ({chip.TENSORS_ENV}=cpu asks for that)",
+                file=sys.stderr,
+            )
+    fold.install()
+    compiling.fold_fake_tensors()
+    return device.Memory()
 
 
 def _hide_cpu_kernels() -> None:

@@ -15,6 +15,10 @@ from soft_gaudi.graphs import recorded
 from vllm.fp8_inc.hpu_device import hpu_format
 
 CHIP = os.environ["SOFT_GAUDI"]
+TENSORS = os.environ["SOFT_GAUDI_TENSORS"]
+only_hpu = pytest.mark.skipif(
+    TENSORS != "hpu", reason="on cpu nothing tells them apart"
+)
 FP8 = torch.float8_e4m3fn
 
 
@@ -32,13 +36,72 @@ FP8 = torch.float8_e4m3fn
         lambda: torch.nn.Linear(2, 2, device="hpu").weight,
     ],
 )
-def test_tensors_for_hpu_are_host_tensors(make):
-    assert make().device == torch.device("cpu")
+def test_what_tensors_for_hpu_say(make):
+    assert make().device.type == TENSORS
 
 
 def test_the_default_device_may_be_hpu():
     with torch.device("hpu"):
-        assert torch.nn.Linear(2, 2).weight.is_cpu
+        assert torch.nn.Linear(2, 2).weight.device.type == TENSORS
+
+
+@only_hpu
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda hpu, cpu: hpu + cpu,
+        lambda hpu, cpu: torch.matmul(cpu, hpu),
+        lambda hpu, cpu: torch.cat((hpu, cpu)),
+        lambda hpu, cpu: cpu.add_(hpu),
+        lambda hpu, cpu: hpu.index_select(0, cpu.long()[0]),
+        lambda hpu, cpu: torch.nn.functional.linear(hpu, cpu),
+        lambda hpu, cpu: torch.where(hpu > 0, hpu, cpu),
+    ],
+)
+def test_operands_on_both_devices_are_an_error(mix):
+    with pytest.raises(RuntimeError, match="same device"):
+        mix(torch.ones(2, 2, device="hpu"), torch.ones(2, 2))
+
+
+@only_hpu
+def test_a_tensor_on_hpu_is_not_a_numpy_array():
+    with pytest.raises(TypeError, match="hpu:0"):
+        torch.ones(2, device="hpu").numpy()
+
+
+def test_numbers_copies_and_indices_may_come_from_the_host():
+    x = torch.arange(4.0, device="hpu") * torch.tensor(2.0)
+    x[1:3].copy_(torch.tensor([7.0, 8.0]))
+    x[torch.tensor([0, 3])] = torch.tensor(5.0, device="hpu")
+    assert x.to("cpu", non_blocking=True).tolist() == [5, 7, 8, 5] == x.tolist()
+
+
+def test_views_share_memory_and_results_resize():
+    x = torch.zeros(2, 3, device="hpu")
+    x.t()[1].view(2).add_(1)
+    x.view(torch.uint8).unfold(1, 4, 4)[0, 2].fill_(0)
+    x.as_strided((2,), (3,), 2).add_(torch.tensor([2.0, 3.0], device="hpu"))
+    assert x.tolist() == [[0, 1, 2], [0, 1, 3]]
+    out = torch.empty(0, device="hpu")
+    torch.add(x, x, out=out)
+    assert out.device.type == TENSORS and out.tolist() == [[0, 2, 4], [0, 2, 6]]
+
+
+@only_hpu
+def test_memory_is_counted_until_it_is_free():
+    before = torch.hpu.memory_allocated()
+    x = torch.zeros(1000, device="hpu")
+    y = x + 1
+    view = y[10:]
+    del y
+    assert torch.hpu.memory_allocated() == before + 8000
+    free, total = torch.hpu.mem_get_info()
+    assert total - free == torch.hpu.memory_allocated()
+    del x, view
+    assert torch.hpu.memory_allocated() == before
+    assert torch.hpu.max_memory_allocated() >= before + 8000
+    torch.hpu.reset_peak_memory_stats()
+    assert torch.hpu.max_memory_allocated() == before
 
 
 def test_the_worker_and_our_pieces_see_the_same_chip():
@@ -49,17 +112,17 @@ def test_the_worker_and_our_pieces_see_the_same_chip():
 
 def test_casts_have_the_range_of_the_chip():
     codes, _ = torch.ops.hpu.cast_to_fp8_v2(
-        torch.tensor([1000.0]), None, False, False, FP8
+        torch.tensor([1000.0], device="hpu"), None, False, False, FP8
     )
     assert codes.float().item() == {"gaudi2": 240.0, "gaudi3": 448.0}[CHIP]
 
 
 def test_a_cache_of_fp8_is_written_and_a_padded_slot_is_the_last_row():
-    cache = torch.zeros(4, 2, dtype=FP8)
-    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).to(FP8)
-    cache.index_copy_(0, torch.tensor([1, -1]), rows)
+    cache = torch.zeros(4, 2, dtype=FP8, device="hpu")
+    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device="hpu").to(FP8)
+    cache.index_copy_(0, torch.tensor([1, -1], device="hpu"), rows)
     assert cache.float().tolist() == [[0, 0], [1, 2], [0, 0], [3, 4]]
-    picked = cache.index_select(0, torch.tensor([-1, 1]))
+    picked = cache.index_select(0, torch.tensor([-1, 1], device="hpu"))
     assert picked.float().tolist() == [[3, 4], [1, 2]]
 
 
@@ -81,7 +144,7 @@ def test_the_backend_of_torch_compile_runs_the_graph():
     def double(x):
         return x + x * torch.ones(3, device="hpu")
 
-    assert double(torch.ones(3)).tolist() == [2, 2, 2]
+    assert double(torch.ones(3, device="hpu")).tolist() == [2, 2, 2]
     assert len(compiled) == before + 1
 
 

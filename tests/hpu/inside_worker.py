@@ -36,6 +36,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                 for prompts in job["rounds"]
             ],
             "dequant_scales": _dequant_scales(llm),
+            "devices": _devices(llm),
             "patched_by_inc": _patched_by_inc(llm),
         }
     for name in job["env"]:
@@ -53,6 +54,14 @@ def _dequant_scales(llm: Any) -> list[dict[str, Any]]:
     if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
         return []
     return [_of_layer(layer.impl) for layer in attention_layers(llm)]
+
+
+def _devices(llm: Any) -> list[str]:
+    """Where parameters and buffers of the model say they are."""
+    if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+        return []
+    model = model_of(llm)
+    return sorted({x.device.type for x in (*model.parameters(), *model.buffers())})
 
 
 def _of_layer(impl: Any) -> dict[str, Any]:

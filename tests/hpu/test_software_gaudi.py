@@ -6,6 +6,7 @@ Its device is put into PyTorch for good, hence a process of its own.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +18,19 @@ INSIDE = "tests/hpu/inside_software_gaudi.py"
 
 
 @pytest.mark.parametrize("chip", ["gaudi2", "gaudi3"])
-def test_the_device(chip):
+@pytest.mark.parametrize(
+    "tensors", ["cpu", pytest.param("hpu", marks=pytest.mark.slow)]
+)
+def test_the_device(chip, tensors):
+    """The device in C++ is slow because it may have to be built."""
+    if tensors == "hpu" and not shutil.which("c++"):
+        pytest.skip("there is no C++ compiler")
     inherited = os.environ.get("PYTHONPATH", "")
     path = os.pathsep.join(filter(None, [str(ROOT / "software_gaudi"), inherited]))
     process = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--noconftest", INSIDE],
-        env=os.environ | {"PYTHONPATH": path, "SOFT_GAUDI": chip},
+        env=os.environ
+        | {"PYTHONPATH": path, "SOFT_GAUDI": chip, "SOFT_GAUDI_TENSORS": tensors},
         cwd=ROOT,
         capture_output=True,
         text=True,

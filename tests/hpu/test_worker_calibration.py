@@ -5,14 +5,13 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoints import llama_config, weights, write
-from tests.hpu.worker import ROOT, environment, needs_worker
+from tests.hpu.worker import ROOT, environment, needs_worker, watched
 
 pytestmark = [needs_worker, pytest.mark.slow]
 
@@ -35,15 +34,9 @@ def measured(model: Path, out: Path, env: dict[str, str]) -> dict:
     """The result of prompts of unequal lengths, so that batches are padded."""
     words = ["--output-dir", out, "--dataset", TEXTS, "--num-prompts", 6]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "kv-scales"]
-    process = subprocess.run(
-        [*command, "calibrate", *map(str, [model, *words])],
-        env=env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=540,
-    )
-    assert process.returncode == 0, process.stderr[-8000:]
+    arguments = [*command, "calibrate", *map(str, [model, *words])]
+    code, log = watched(arguments, env, ROOT)
+    assert code == 0, log[-8000:]
     return json.loads((out / "kv-scales-calibration.json").read_text())
 
 

@@ -2,14 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """Defects of the worker's own layers: there without our patches, gone with them."""
 
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.hpu.worker import ROOT, environment, needs_worker
+from tests.hpu.worker import ROOT, environment, needs_worker, watched
 
 pytestmark = needs_worker
 INSIDE = "tests/hpu/inside_worker_layers.py"
@@ -18,21 +17,17 @@ INSIDE = "tests/hpu/inside_worker_layers.py"
 def outcomes(folder: Path, patched: bool) -> tuple[dict[str, bool], str]:
     """Whether each test passes, and what pytest wrote."""
     report = folder / "report.xml"
-    process = subprocess.run(
+    _, log = watched(
         [
             *[sys.executable, "-m", "pytest", "-q", "--noconftest"],
             *[f"--junitxml={report}", INSIDE],
         ],
-        env=environment(patched, SOFT_GAUDI="gaudi3"),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=540,
+        environment(patched, SOFT_GAUDI="gaudi3"),
+        ROOT,
     )
-    assert report.is_file(), process.stdout[-8000:]
+    assert report.is_file(), log[-8000:]
     cases = ElementTree.parse(report).iter("testcase")
-    return {case.get("name"): not len(case) for case in cases}, process.stdout
+    return {case.get("name"): not len(case) for case in cases}, log
 
 
 @pytest.mark.parametrize("patched", [True, False])

@@ -3,6 +3,8 @@
 """The patched HPU worker serves, and computes what the CPU backend computes."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -241,6 +243,13 @@ def test_torch_compile_changes_little(gaudi3, compiled):
     assert compiled["fp8"]["compiled"] > 0 == gaudi3["fp8"]["compiled"]
     eager, ours = (r["fp8"]["distributions"][0] for r in (gaudi3, compiled))
     assert divergence(eager, ours).median() < 1e-3
+
+
+def test_the_model_lies_on_the_device(served):
+    """The one in C++, where a mix-up is an error; without a compiler, cpu."""
+    built = "hpu" if shutil.which("c++") else "cpu"
+    expected = os.environ.get("SOFT_GAUDI_TENSORS") or built
+    assert {tuple(result["devices"]) for result in served[1].values()} == {(expected,)}
 
 
 def test_lazy_mode_records_graphs(gaudi2):

@@ -7,14 +7,13 @@ that no patch touches, over sequences that are too long for software.
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.hpu.worker import CHECKOUT, environment, needs_worker
+from tests.hpu.worker import CHECKOUT, environment, needs_worker, watched
 
 pytestmark = needs_worker
 FILES = (
@@ -31,21 +30,17 @@ def passed(folder: Path, patched: bool) -> set[str]:
     tests = Path(CHECKOUT) / "tests" / "unit_tests"
     variables = environment(patched, SOFT_GAUDI="gaudi2", PT_HPU_LAZY_MODE="1")
     variables["PYTHONPATH"] += os.pathsep + str(tests / "ops")
-    process = subprocess.run(
+    _, log = watched(
         [
             *[sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
             *[f"--rootdir={tests}", "-c", os.devnull, f"--junitxml={report}"],
             *[str(tests / file) for file in FILES],
         ],
-        env=variables,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=540,
+        variables,
+        folder,
     )
-    assert report.is_file(), process.stdout[-4000:]
-    (folder / f"{patched}.log").write_text(process.stdout, "utf-8")
+    assert report.is_file(), log[-4000:]
+    (folder / f"{patched}.log").write_text(log, "utf-8")
     return {
         f"{case.get('classname')}.{case.get('name')}"
         for case in ElementTree.parse(report).iter("testcase")

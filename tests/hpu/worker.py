@@ -7,11 +7,13 @@ VLLM_GAUDI names a checkout of vllm-gaudi; `make test-hpu` installs what the wor
 imports beside vLLM's own requirements into build/hpu/packages.
 """
 
+import contextlib
 import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +34,8 @@ needs_worker = pytest.mark.skipif(
 )
 # Above this the worker expects Intel's own build of INC.
 _BUILD = "1.23.0.1"
+# Seconds, of which a start needs some for each of its silent steps.
+SILENCE = 300
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,30 @@ def environment(patched: bool = True, **variables: str) -> dict[str, str]:
     )
 
 
+def watched(command: Sequence[str], env: dict[str, str], cwd: Path) -> tuple[int, str]:
+    """Runs a command for as long as it has something to say.
+
+    Returns:
+        Its exit code, negative where it was silent for SILENCE seconds and so was
+        killed, and its output.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            command, env=env, cwd=cwd, stdout=log, stderr=subprocess.STDOUT
+        )
+        heard = -1
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SILENCE)
+            said = os.fstat(log.fileno()).st_size
+            if process.poll() is None and said == heard:
+                process.kill()
+                process.wait()
+            heard = said
+        log.seek(0)
+        return process.returncode, log.read()
+
+
 def run_jobs(
     folder: Path, jobs: dict[str, Job], patched: bool = True, **variables: str
 ) -> dict[str, dict[str, Any]]:
@@ -97,19 +125,15 @@ def run_jobs(
     """
     asked, answered = folder / "jobs.json", folder / "results.json"
     asked.write_text(json.dumps([vars(job) for job in jobs.values()]), "utf-8")
-    process = subprocess.run(
+    code, log = watched(
         [sys.executable, "-m", "tests.hpu.inside_worker", str(asked), str(answered)],
-        env=environment(patched, **variables),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=540,
+        environment(patched, **variables),
+        ROOT,
     )
-    assert process.returncode == 0, process.stdout[-8000:]
+    assert code == 0, log[-8000:]
     results = json.loads(answered.read_text("utf-8"))
     for result in results:
         rounds = result["distributions"]
         result["distributions"] = [torch.tensor(values) for values in rounds]
-        result["log"] = process.stdout
+        result["log"] = log
     return dict(zip(jobs, results, strict=True))

@@ -41,7 +41,7 @@ class Fp8Format:
         """float32 [256]: the value of each code."""
         values = [self._value(code) for code in range(_SIGN)]
         values += [-value for value in values]
-        return torch.tensor(values, dtype=torch.float32)
+        return torch.tensor(values, dtype=torch.float32, device="cpu")
 
     @property
     def max_code(self) -> int:
