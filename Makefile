@@ -107,6 +107,8 @@ lock: ## requirements.lock: a hash of every package of make install (SECURITY.md
 audit: $(STAMP) ## known vulnerabilities of what make install installed (asks the internet)
 	$(PYTHON) -m venv build/audit
 	build/audit/bin/python -m pip install pip-audit==2.10.1
+	sed -n 's/^version = "\(.*\)"/vllm==\1/p' upstream.toml > build/audit/upstream.txt
+	build/audit/bin/pip-audit --disable-pip --no-deps --requirement build/audit/upstream.txt
 	build/audit/bin/pip-audit --path $(wildcard $(VENV)/lib/python*/site-packages)
 
 image: ## the cpu image: built, run locked up, asked a question (Docker or Podman)
