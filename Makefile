@@ -77,10 +77,11 @@ $(HPU): software_gaudi/requirements.txt $(STAMP)
 	$(PY) -m pip install --no-deps --upgrade --target $@ --requirement $<
 	touch $@
 
+# No time limit: tests/hpu/worker.py ends a process that has nothing more to say.
 test-hpu: $(STAMP) $(HPU) ## the HPU worker, with our patches, on a software Gaudi
 	@test -n '$(VLLM_GAUDI)' || { echo 'make test-hpu VLLM_GAUDI=/path/to/vllm-gaudi'; exit 2; }
 	$(PY) tools/patches.py check --vllm-gaudi $(VLLM_GAUDI)
-	VLLM_GAUDI=$(abspath $(VLLM_GAUDI)) $(PY) -m pytest tests/hpu $(ARGS)
+	VLLM_GAUDI=$(abspath $(VLLM_GAUDI)) $(PY) -m pytest --timeout 0 tests/hpu $(ARGS)
 
 nightly: $(STAMP) ## all tests
 	$(PY) -m pytest $(PARALLEL) $(ARGS)
@@ -108,6 +109,8 @@ lock: ## requirements.lock: a hash of every package of make install (SECURITY.md
 audit: $(STAMP) ## known vulnerabilities of what make install installed (asks the internet)
 	$(PYTHON) -m venv build/audit
 	build/audit/bin/python -m pip install pip-audit==2.10.1
+	sed -n 's/^version = "\(.*\)"/vllm==\1/p' upstream.toml > build/audit/upstream.txt
+	build/audit/bin/pip-audit --disable-pip --no-deps --requirement build/audit/upstream.txt
 	build/audit/bin/pip-audit --path $(wildcard $(VENV)/lib/python*/site-packages)
 
 image: ## the cpu image: built, run locked up, asked a question (Docker or Podman)

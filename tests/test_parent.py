@@ -15,10 +15,16 @@ import vllm.fp8_inc.parent
 SECONDS = 60
 # Loaded by its path: three processes that import vLLM would take their time.
 PARENT = """
-import multiprocessing, runpy, sys, threading, time
+import importlib.util, multiprocessing, signal, sys, threading, time
 
 def child():
-    runpy.run_path(sys.argv[1])["follow_parent"]()
+    spec = importlib.util.spec_from_file_location("parent", sys.argv[1])
+    parent = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(parent)
+    parent._SECONDS = 1
+    if sys.argv[2].endswith("deaf"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parent.follow_parent()
     print(multiprocessing.current_process().pid, flush=True)
     time.sleep(600)
 
@@ -73,8 +79,10 @@ def lives(process: psutil.Process, seconds: float) -> bool:
     return False
 
 
-def test_an_engine_core_ends_with_its_parent_and_not_with_a_thread(family):
-    parent, core = family("EngineCore_DP1")
+@pytest.mark.parametrize("name", ["EngineCore", "EngineCore_DP1", "EngineCore deaf"])
+def test_an_engine_core_ends_with_its_parent_and_not_with_a_thread(family, name):
+    """A deaf one does not end at SIGTERM."""
+    parent, core = family(name)
     assert lives(core, 1)  # the thread that started it is gone
     parent.kill()
     parent.wait(SECONDS)
@@ -85,4 +93,4 @@ def test_no_other_process_follows(family):
     parent, other = family("VllmWorker-0")
     parent.kill()
     parent.wait(SECONDS)
-    assert lives(other, 2)
+    assert lives(other, 3)

@@ -13,6 +13,7 @@ The lock is for this platform, this Python and the indices that pip is configure
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -83,8 +84,10 @@ def write(path: str, *options: str) -> None:
         command += ["--ignore-installed", "--report", str(report), *options]
         subprocess.run([*command, f"{ROOT}[{','.join(EXTRAS)}]"], check=True)
         lines = lock_lines(json.loads(report.read_text()))
+    python = ".".join(platform.python_version_tuple()[:2])
+    place = f"# For Python {python} on {platform.system()} {platform.machine()}"
     part = Path(f"{path}.part")
-    part.write_text("\n".join(lines) + "\n")
+    part.write_text("\n".join([place, *lines]) + "\n")
     os.replace(part, path)
     print(f"{path}: {len(lines)} packages")
 

@@ -183,6 +183,12 @@ def test_amax_of_heads(dtype):
     assert amax_of_heads(x)[2].isnan() and not amax_of_heads(x)[1].isnan()
 
 
+def test_maxima_to_begin_with_go_where_the_values_are():
+    observer = Observer(torch.nn.Module(), 1, amax={"k": torch.ones(2)})
+    observer._see("k", torch.ones(3, 2, 4, device="meta"))
+    assert observer.amax["k"].device.type == "meta"
+
+
 @pytest.mark.parametrize("percent", [50.0, 99.0, 100.0])
 def test_percentiles_are_at_most_a_bin_too_large(percent):
     x = (torch.randn(4000, 3, 4) * torch.tensor([1e-3, 1.0, 90.0])[:, None]).bfloat16()

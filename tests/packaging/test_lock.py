@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """A lock has a hash of everything, and is what pyproject.toml asks for."""
 
+import re
 import tomllib
 
 import pytest
@@ -22,6 +23,14 @@ def test_a_lock_has_a_hash_of_everything_but_the_fork():
     report["install"].append(item("other", vcs_info={}))
     with pytest.raises(ValueError, match="other comes from https://x/other"):
         lock_lines(report)
+
+
+def test_the_lock_is_current_and_names_no_place():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lock = (ROOT / "requirements.lock").read_text()
+    assert not stale_pins(lock, pins_of(project["tool"]["fork"]))
+    for line in lock.splitlines()[1:]:
+        assert re.fullmatch(r"[a-z0-9._-]+==[\w.+]+ --hash=sha256:[0-9a-f]{64}", line)
 
 
 def test_a_lock_that_pyproject_left_behind_is_stale():

@@ -46,9 +46,9 @@ def causal_attention(
     if not finite:
         edges.add(_first_spoiled(k, v, keys - queries, queries))
     for start, stop in itertools.pairwise(sorted(edges)):
-        positions = torch.arange(start, stop)[:, None] + (keys - queries)
         seen = keys - queries + stop
-        ids = torch.arange(seen)
+        ids = torch.arange(seen, device=q.device)
+        positions = ids[keys - queries + start :, None]
         mask = ids <= positions
         if window is not None:
             mask &= ids > positions - window

@@ -148,7 +148,9 @@ class Observer:
     def _see(self, role: str, x: torch.Tensor) -> None:
         new = amax_of_heads(x)
         known = self.amax.get(role)
-        self.amax[role] = new if known is None else torch.maximum(known, new)
+        if known is not None:  # of a calibration that is resumed: on the host
+            new = torch.maximum(known.to(new.device), new)
+        self.amax[role] = new
         if self.histograms:
             counts = histogram_of_heads(x)
             self.counts[role] = self.counts.get(role, 0) + counts

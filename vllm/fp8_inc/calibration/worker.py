@@ -47,9 +47,7 @@ class CalibrationWorker:
                     f"attention layer {module.layer_name}: cannot be named"
                 )
             observer = Observer(module, slots, histograms)
-            device = next(module.parameters(), torch.empty(0)).device
-            for role, known in _tensors(state.get(layer, {})).items():
-                observer.amax[role] = known.to(device)
+            observer.amax |= _tensors(state.get(layer, {}))
             self._observers[layer] = observer
         self._hooks = [observer.attach() for observer in self._observers.values()]
         return list(self._observers)
