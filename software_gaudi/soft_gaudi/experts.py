@@ -7,7 +7,7 @@ Common arguments: hidden_states [tokens, hidden]; expert_routing_table int
 [2 * intermediate, hidden] (gate, then up) and w3, a list of [hidden, intermediate], one
 an expert from experts_min on, each transposed where permuted_weights is False. Every
 d_scale is a dequant scale: of hidden_states 0-d, [1] or [tokens, 1], of weights [1] or
-one a row. Not simulated: chunk_size and total_experts, which only affect speed.
+one a row. ``rest``: experts_max, and what only affects speed.
 """
 
 from typing import Any
@@ -37,9 +37,7 @@ def unquantised(
     permuted_weights: bool,
     activation: str,
     experts_min: int,
-    experts_max: int,
-    chunk_size: int = 0,
-    total_experts: int = 0,
+    *rest: int,
 ) -> Tensor:
     """All operands in one floating dtype, which the result has too."""
     return _experts(
@@ -52,41 +50,6 @@ def unquantised(
             for gate_up, down in zip(w12, w3)
         ],
         experts_min,
-    )
-
-
-def dynamic_fp8(
-    hidden_states: Tensor,
-    expert_routing_table: Tensor,
-    router_weights: Tensor,
-    w12: list[Tensor],
-    w3: list[Tensor],
-    *,
-    d_scale_hidden_states: Tensor,
-    d_scale_w12: list[Tensor],
-    d_scale_w3: list[Tensor],
-    permuted_weights: bool,
-    activation: str,
-    experts_min: int,
-    experts_max: int,
-    chunk_size: int = 0,
-    total_experts: int = 0,
-) -> Tensor:
-    """FP8 operands; each token's intermediate gets a scale from its amax."""
-    return static_fp8(
-        hidden_states,
-        expert_routing_table,
-        router_weights,
-        w12,
-        w3,
-        d_scale_hidden_states=d_scale_hidden_states,
-        d_scale_intermediate_hidden_states=[None] * len(w12),
-        d_scale_w12=d_scale_w12,
-        d_scale_w3=d_scale_w3,
-        permuted_weights=permuted_weights,
-        activation=activation,
-        experts_min=experts_min,
-        experts_max=experts_max,
     )
 
 
@@ -104,9 +67,7 @@ def static_fp8(
     permuted_weights: bool,
     activation: str,
     experts_min: int,
-    experts_max: int,
-    chunk_size: int = 0,
-    total_experts: int = 0,
+    **rest: int,
 ) -> Tensor:
     """FP8 operands and a scale for each expert's intermediate activations."""
     return _experts(
@@ -124,6 +85,12 @@ def static_fp8(
     )
 
 
+def dynamic_fp8(*operands: Any, **options: Any) -> Tensor:
+    """As static_fp8, but each token's intermediate gets a scale from its amax."""
+    none = [None] * len(operands[-1])
+    return static_fp8(*operands, d_scale_intermediate_hidden_states=none, **options)
+
+
 def scalar_fp8(
     hidden_states: Tensor,
     expert_routing_table: Tensor,
@@ -137,11 +104,13 @@ def scalar_fp8(
     permuted_weights: bool,
     activation: str,
     experts_min: int,
-    experts_max: int,
-    chunk_size: int = 0,
-    total_experts: int = 0,
+    *rest: int,
 ) -> Tensor:
     """As static_fp8, with scales as Python numbers."""
+
+    def tensors(scales: list[float]) -> list[Tensor]:
+        return list(torch.tensor(scales, device=hidden_states.device))
+
     return static_fp8(
         hidden_states,
         expert_routing_table,
@@ -149,13 +118,12 @@ def scalar_fp8(
         w12,
         w3,
         d_scale_hidden_states=torch.tensor(d_scale_hidden_states),
-        d_scale_intermediate_hidden_states=_tensors(d_scale_intermediate_hidden_states),
-        d_scale_w12=_tensors(d_scale_w12),
-        d_scale_w3=_tensors(d_scale_w3),
+        d_scale_intermediate_hidden_states=tensors(d_scale_intermediate_hidden_states),
+        d_scale_w12=tensors(d_scale_w12),
+        d_scale_w3=tensors(d_scale_w3),
         permuted_weights=permuted_weights,
         activation=activation,
         experts_min=experts_min,
-        experts_max=experts_max,
     )
 
 
@@ -168,10 +136,7 @@ def measured(
     permuted_weights: bool,
     activation: str,
     experts_min: int,
-    experts_max: int,
-    measurement_mode: bool = False,
-    chunk_size: int = 0,
-    total_experts: int = 0,
+    *rest: int,
 ) -> tuple[Tensor, Tensor]:
     """As unquantised, with each expert's largest intermediate activation, float32."""
     amax = hidden_states.new_zeros(len(w12), dtype=torch.float32)
@@ -181,18 +146,8 @@ def measured(
             expert = _Unquantised(gate_up, gate_up, permuted_weights, activation)
             values = expert.intermediate(hidden_states[tokens].float(), torch.float32)
             amax[index] = values.abs().amax()
-    result = unquantised(
-        hidden_states,
-        expert_routing_table,
-        router_weights,
-        w12,
-        w3,
-        permuted_weights,
-        activation,
-        experts_min,
-        experts_max,
-    )
-    return result, amax
+    operands = (hidden_states, expert_routing_table, router_weights, w12, w3)
+    return unquantised(*operands, permuted_weights, activation, experts_min), amax
 
 
 def fake(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -297,7 +252,3 @@ def _experts(
 
 def _decode(codes: Tensor) -> Tensor:
     return FORMATS[chip()].decode(codes.view(torch.uint8))
-
-
-def _tensors(values: list[float]) -> list[Tensor]:
-    return [torch.tensor(value) for value in values]

@@ -100,6 +100,24 @@ def test_fp8_experts_with_a_scale_a_row(soft, device, static):
     assert 0 < error < 0.05  # the intermediate is rounded to FP8
 
 
+def test_scales_as_numbers_are_those_scales(soft):
+    """By position, as the worker's module for INC calls it."""
+    _, experts = soft
+    x, ids, weights, w12, w3 = operands(3)
+    codes = [[w.to(FP8) for w in each] for each in (w12, w3)]
+    given = (x.to(FP8), ids, weights, *codes)
+    scales = [0.5, [0.1, 0.2, 0.3], [1.1, 1.2, 1.3], [0.7, 0.8, 0.9]]
+    names = ("hidden_states", "intermediate_hidden_states", "w12", "w3")
+    as_tensors = {
+        f"d_scale_{name}": scale
+        for name, scale in zip(names, map(torch.tensor, scales))
+    }
+    switches = {"permuted_weights": True, "activation": "silu", "experts_min": FIRST}
+    expected = experts.static_fp8(*given, **as_tensors, **switches, experts_max=4)
+    ours = experts.scalar_fp8(*given, *scales, *switches.values(), 4, 0, 0)
+    assert torch.equal(ours, expected) and ours.count_nonzero() > 0
+
+
 def test_the_largest_intermediate_of_each_expert_is_measured(soft):
     _, experts = soft
     x, ids, weights, w12, w3 = operands(2)
