@@ -32,10 +32,14 @@ def load_table(result: dict[str, Any]) -> str:
     minutes = [f"{result['seconds'] * part / 60:g}" for part in (0.1, 0.5, 1)]
     lines += ["", "| Resident MB after minute | " + " | ".join(minutes) + " |"]
     lines.append("|---|---|---|---|")
-    for whose in (" of the API server", " of the engine", ""):
-        values = [f"{result[f'RSS{whose} at {at}, MB']:,g}" for at in _PLACES]
-        name = whose.removeprefix(" of the ") or "all processes"
-        lines.append(f"| {name} | " + " | ".join(values) + " |")
+    server, engine, family = (
+        [result[f"RSS{whose} at {at}, MB"] for at in _PLACES]
+        for whose in (" of the API server", " of the engine", "")
+    )
+    worker = [a - b - c for a, b, c in zip(family, server, engine)]
+    sizes = {"API server": server, "engine core": engine, "its worker": worker}
+    for name, values in sizes.items():
+        lines.append(f"| {name} | " + " | ".join(f"{v:,g}" for v in values) + " |")
     where = f"{result['machine']}, Python {result['python']}, torch {result['torch']}"
     return "\n".join(lines) + (
         f"\n\n{result['clients']} clients, {result['seconds']:g} seconds; {where}."

@@ -15,7 +15,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks import gqa, latent_range, live, query_scales, report, request_table
+from benchmarks import (
+    gqa,
+    latent_range,
+    live,
+    load_table,
+    query_scales,
+    report,
+    request_table,
+)
 from benchmarks.embedded import BF16, FP8
 from benchmarks.record import Record, write_between
 from benchmarks.rescaled import Rescaling, rescale
@@ -186,7 +194,9 @@ def test_the_tables_of_the_documents_are_current(monkeypatch):
 
     monkeypatch.setattr(report, "write_between", write)
     monkeypatch.setattr(report, "plot", lambda content: None)
+    monkeypatch.setattr(load_table, "write_between", write)
     report.main()
+    load_table.main()
     assert written
     for (page, name), text in written.items():
         begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
