@@ -27,7 +27,7 @@ def _table(head: list[str], lines: list[list[str]]) -> str:
 def _pivot(rows: Rows, line: str, column: str, what: str) -> str:
     """A table of ratios: a line for each value of one key, a column for the other's."""
     ratios = {(row[line], row[column]): row["ratio"] for row in rows}
-    columns = sorted({row[column] for row in rows}, key=str)
+    columns = sorted({row[column] for row in rows})
     lines = [
         [str(value)] + [str(ratios.get((value, name), "")) for name in columns]
         for value in sorted({row[line] for row in rows})

@@ -37,7 +37,8 @@ def ratio(
     Args:
         upstream: One call of what is compared with.
         ours: One call.
-        budget: Seconds that all turns may take; there are 5 at least.
+        budget: Seconds that all turns may take; there are 5 at least, 3 where one
+            takes longer than that.
         cpu: Whether to count CPU time of this thread, which other processes disturb
             less; for one thread only.
     """
@@ -52,8 +53,10 @@ def ratio(
         run()
     pairs = []
     end = time.perf_counter() + budget
-    while len(pairs) < 5 or (time.perf_counter() < end and len(pairs) < 200):
+    least = 5
+    while len(pairs) < least or (time.perf_counter() < end and len(pairs) < 200):
         pairs.append((seconds(upstream), seconds(ours)))
+        least = 3 if sum(pairs[0]) > budget else 5
     theirs, mine = zip(*pairs)
     return {
         "upstream_us": round(statistics.median(theirs) * 1e6, 1),
@@ -61,6 +64,16 @@ def ratio(
         "ratio": round(statistics.median(a / b for a, b in pairs), 2),
         "turns": len(pairs),
     }
+
+
+def _as_bf16(codes: torch.Tensor) -> torch.Tensor:
+    """What codes stand for, in parts: float32 of a whole cache would fill memory."""
+    from vllm.fp8_inc.formats import GAUDI3
+
+    out = torch.empty(codes.shape, dtype=torch.bfloat16)
+    for part, target in zip(codes.split(1024), out.split(1024)):
+        target.copy_(GAUDI3.decode(part) * DEQUANT_SCALE)
+    return out
 
 
 def decode_case(batch: int, context: int, heads: int) -> tuple[Callable, Callable]:
@@ -75,7 +88,7 @@ def decode_case(batch: int, context: int, heads: int) -> tuple[Callable, Callabl
     table = order.view(batch, per_sequence).int()
     lengths = torch.full((batch,), context, dtype=torch.int32)
     codes = torch.randint(0x70, (batch * per_sequence, BLOCK, size), dtype=torch.uint8)
-    bf16 = (GAUDI3.decode(codes) * DEQUANT_SCALE).bfloat16()
+    bf16 = _as_bf16(codes)
     query = torch.randn(batch, heads, size).bfloat16() * 0.1
     out = torch.empty(batch, heads, LATENT, dtype=torch.bfloat16)
     parts = query.split([LATENT, ROPE], dim=-1)
@@ -103,7 +116,7 @@ def heads_decode_case(batch: int, context: int) -> tuple[Callable, Callable]:
     table = torch.randperm(blocks).view(batch, per_sequence).int()
     lengths = torch.full((batch,), context, dtype=torch.int32)
     codes = torch.randint(0x70, (blocks, kv_heads, block, 2 * size), dtype=torch.uint8)
-    values = (GAUDI3.decode(codes) * DEQUANT_SCALE).bfloat16()
+    values = _as_bf16(codes)
     planes = values.view(blocks, kv_heads, 2 * block, size).chunk(2, dim=2)
     query = torch.randn(batch, heads, size).bfloat16()
     out = torch.empty_like(query)

@@ -3,6 +3,7 @@
 """Where compiled kernels are kept, and when they are not."""
 
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -49,3 +50,32 @@ def test_nothing_is_kept_where_vllm_keeps_nothing(folder, settings, tmp_path):
     settings.VLLM_DISABLE_COMPILE_CACHE = True
     assert folder() is None
     assert not list(tmp_path.iterdir())
+
+
+def test_kernels_of_old_sources_are_deleted_when_unused(folder, tmp_path):
+    root = folder().parent
+    elsewhere = tmp_path / "elsewhere"
+    names = {"0123456789abcdef", "f" * 16, "notes", "f" * 15}
+    for path in (elsewhere, *(root / name for name in names)):
+        path.mkdir()
+        (path / "file").touch()
+    (root / ("a" * 16)).symlink_to(elsewhere)
+    month_ago = time.time() - 31 * 24 * 60 * 60
+    for path in (elsewhere, folder(), *(root / name for name in names - {"f" * 16})):
+        os.utime(path, (month_ago, month_ago))
+    kept = {folder().name, "f" * 16, "notes", "f" * 15, "a" * 16}
+    assert {path.name for path in root.iterdir()} == kept
+    assert (elsewhere / "file").exists()
+
+
+def test_a_folder_that_cannot_be_deleted_stops_nothing(folder, monkeypatch):
+    other = folder().parent / "0123456789abcdef"
+    other.mkdir()
+    os.utime(other, (0, 0))
+
+    def vanished(path, ignore_errors):
+        other.rmdir()
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(runtime.shutil, "rmtree", vanished)
+    assert folder().is_dir()

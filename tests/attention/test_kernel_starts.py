@@ -23,8 +23,8 @@ q, table = torch.ones(1, 4, 16), torch.arange(40, dtype=torch.int32)[None]
 lengths = torch.tensor([640], dtype=torch.int32)
 out = mla.decode_latents(q, q, cache, table, lengths, 1.0, 1.0, GAUDI3)
 after = len(os.listdir("/proc/self/task"))
-print(mla._kernel.from_disk, writers.latents.from_disk, torch.get_num_threads(),
-      after - before, out.abs().sum().item())
+print(mla.mla_float.kernel.from_disk, writers.latents.from_disk,
+      torch.get_num_threads(), after - before, out.abs().sum().item())
 """
 
 
@@ -61,6 +61,29 @@ def test_a_cpu_with_avx2_only_does_not_abort(tmp_path):
 def test_a_cpu_without_f16c_is_refused(tmp_path):
     with pytest.raises(AssertionError, match="need a CPU with F16C"):
         run(_START, tmp_path, NUMBA_CPU_NAME="nehalem", NUMBA_CPU_FEATURES="+sse4.2")
+
+
+_AFTER_ANOTHER = """
+from vllm.fp8_inc.attention.kernels import mla, mla_bf16, mla_float
+mla_bf16.kernel.compile()
+mla_float.kernel.compile()
+from tests.attention.test_kernels import compare
+shape = dict(
+    stored="gaudi2", lengths=[70], heads=5, latent=48, rope=48,
+    block_size=16, dequant_scale=0.013, largest_logit=35.0, seed=3,
+)
+mla.HAS_DOT = False
+assert compare(shape) < 1e-5
+print(mla_float.kernel.from_disk, mla_bf16.kernel.from_disk)
+"""
+
+
+@pytest.mark.slow
+def test_code_from_disk_is_not_taken_for_another_kernels(tmp_path):
+    """LLVM joins functions of one name, and names number the functions of a process."""
+    first = "from vllm.fp8_inc.attention.kernels import mla_float as m"
+    run(f"{first}; m.kernel.compile()", tmp_path)
+    assert run(_AFTER_ANOTHER, tmp_path) == ["True", "False"]
 
 
 _SIXTEEN_LANES = """

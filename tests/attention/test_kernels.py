@@ -128,7 +128,7 @@ def test_pieces_of_long_sequences_are_joined(shape, threads, long):
     shape["lengths"] = shape["lengths"] + long
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mla, "threads_for", lambda operations: threads)
-        patch.setattr(mla, "_SHORTEST_PIECE", mla.TILE)
+        patch.setattr(mla, "_SHORTEST_PIECE", mla.mla_float.TILE)
         assert compare(shape) < 1e-5
 
 

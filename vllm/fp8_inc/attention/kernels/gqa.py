@@ -13,14 +13,12 @@ from numba import carray, njit
 from vllm.fp8_inc.attention.kernels import rows
 from vllm.fp8_inc.attention.kernels.pieces import (
     as_read,
-    clear,
-    join,
     memory_of,
     padded,
     partial,
     piece,
-    piece_of,
-    write_result,
+    table_of,
+    worker,
 )
 from vllm.fp8_inc.attention.kernels.runtime import (
     KINDS,
@@ -29,13 +27,7 @@ from vllm.fp8_inc.attention.kernels.runtime import (
     threads_for,
 )
 from vllm.fp8_inc.attention.kernels.tiles import LOWEST, ROWS, outer, softmax_row
-from vllm.fp8_inc.attention.kernels.vectors import (
-    LANES,
-    address_of,
-    fetch_add,
-    floats,
-    pointer,
-)
+from vllm.fp8_inc.attention.kernels.vectors import LANES, floats, pointer
 from vllm.fp8_inc.formats import Fp8Format
 
 # Tokens in a tile, and tokens that are read at once; the latter divides block sizes.
@@ -46,7 +38,7 @@ _SHORTEST_PIECE = 4 * TILE
 _RECORD = record_type(
     "query query_sequence query_head query_kind "
     "cache cache_block cache_head max_code block_size "
-    "table table_sequence lengths sequences kv_heads queries size window "
+    "table table_sequence lengths sequences heads groups group size window "
     "key_scales key_step value_scales value_step "
     "piece pieces finished partial own own_size out out_kind",
     "logit_scale",
@@ -111,8 +103,9 @@ def decode_heads(
         table_sequence=block_table.stride(0) * 4,
         lengths=lengths.data_ptr(),
         sequences=sequences,
-        kv_heads=kv_heads,
-        queries=queries,
+        heads=heads,
+        groups=kv_heads,
+        group=queries,
         size=size,
         window=window or 2**40,
         key_scales=key_scales.data_ptr(),
@@ -145,13 +138,13 @@ def _own(queries: int, size: int) -> int:
 
 @njit
 def _read_queries(a, sequence, head, scale, target):
-    """Reads the queries of a kv head, scaled; rows that fill up to ROWS become zero."""
-    source = a.query + sequence * a.query_sequence + head * a.queries * a.query_head
-    for i in range(a.queries):
+    """Reads queries of a kv head, scaled; rows that fill up to ROWS become zero."""
+    source = a.query + sequence * a.query_sequence + head * a.query_head
+    for i in range(a.group):
         row = target + 4 * i * a.size
         rows.read_row(a.query_kind, 0, source + i * a.query_head, row, a.size)
         rows.scale_row(row, row, a.size, scale)
-    for i in range(a.queries, padded(a.queries, ROWS)):
+    for i in range(a.group, padded(a.group, ROWS)):
         rows.zero_row(target + 4 * i * a.size, a.size)
 
 
@@ -193,19 +186,30 @@ def _hide(logits, count, first, stop, computed):
 
 
 @njit
-def _attend(a, query, table, head, start, stop, memory, highest, total, sums):
-    """Attends to the tokens from ``start`` to ``stop``."""
-    count = padded(a.queries, ROWS)
-    size = a.size
-    tile = memory
+def _attend(
+    a, sequence, head, heads, start, stop, length, memory, highest, total, sums
+):
+    """Attends with the queries of a kv head; see ``pieces.worker``."""
+    count, size = padded(heads, ROWS), a.size
+    kv_head = head // a.group
+    unit = np.float32(rows.FP8_UNIT)
+    key_scale = floats(a.key_scales + 4 * kv_head * a.key_step, 1)[0]
+    value_scale = floats(a.value_scales + 4 * kv_head * a.value_step, 1)[0]
+    query = memory
+    tile = query + 4 * count * size
     logits = tile + 4 * TILE * size
     decay = logits + 4 * TILE * count
+    _read_queries(a, sequence, head, a.logit_scale * (key_scale * unit), query)
     floats(decay, count)[:] = 0
+    table = table_of(a, sequence)
+    start = max(start, length - a.window)
+    if start >= stop:
+        return value_scale * unit
     for t in range(start // UNIT * UNIT, stop, TILE):
         tokens = min(TILE, stop - t)
         first = max(0, start - t)
         computed = padded(tokens, UNIT)
-        _read_keys(a, table, head, t, tokens, tile)
+        _read_keys(a, table, kv_head, t, tokens, tile)
         floats(logits, count * TILE)[:] = 0
         outer(
             logits, 4 * TILE, count, query, 4, 4 * size, decay, tile, 4 * TILE, size,
@@ -217,65 +221,19 @@ def _attend(a, query, table, head, start, stop, memory, highest, total, sums):
                 logits + 4 * TILE * r, computed, highest + 4 * r, total + 4 * r,
                 decay + 4 * r,
             )  # fmt: skip
-        _read_values(a, table, head, t, tokens, tile)
+        _read_values(a, table, kv_head, t, tokens, tile)
         outer(
             sums, 4 * size, count, logits + 4 * first, 4, 4 * TILE, decay,
             tile + 4 * size * first, 4 * size, tokens - first, size,
         )  # fmt: skip
+    return value_scale * unit
 
 
-@njit
-def _item(a, item, memory):
-    """One piece of one sequence, for one kv head."""
-    number, head = item // a.kv_heads, item % a.kv_heads
-    sequence, first, pieces, length = piece_of(a, number)
-    if sequence < 0:
-        return
-    count = padded(a.queries, ROWS)
-    width = padded(count, LANES)
-    query = memory
-    memory += 4 * count * a.size
-    one = partial(count, a.size)
-    joined = a.partial + 4 * one * (first * a.kv_heads + head * pieces)
-    if pieces > 1:
-        highest = joined + 4 * one * (number - first)
-    else:
-        highest = memory
-        memory += 4 * one
-    total = highest + 4 * width
-    sums = total + 4 * width
-    clear(highest, total, sums, width, count * a.size)
-    unit = np.float32(rows.FP8_UNIT)
-    key_scale = floats(a.key_scales + 4 * head * a.key_step, 1)[0]
-    value_scale = floats(a.value_scales + 4 * head * a.value_step, 1)[0]
-    _read_queries(a, sequence, head, a.logit_scale * (key_scale * unit), query)
-    table = carray(
-        pointer(a.table + sequence * a.table_sequence), a.table_sequence // 4, np.int32
-    )
-    start = max((number - first) * a.piece, length - a.window)
-    stop = min(length, (number - first + 1) * a.piece)
-    if start < stop:
-        _attend(a, query, table, head, start, stop, memory, highest, total, sums)
-    if pieces > 1:
-        done = fetch_add(a.finished + 8 * (sequence * a.kv_heads + head), 1)
-        if done < pieces - 1:
-            return
-        join(joined, a.queries, width, one, a.size, pieces)
-        total = joined + 4 * width
-        sums = total + 4 * width
-    row = (sequence * a.kv_heads + head) * a.queries
-    write_result(a, row, a.queries, a.size, value_scale * unit, total, sums)
+_work = worker(_attend, ROWS)
 
 
 def _decode(record):
-    a = carray(record, 1)[0]
-    counters = address_of(record)
-    memory = a.own + fetch_add(counters + 8, 1) * a.own_size
-    items = a.pieces * a.kv_heads
-    item = fetch_add(counters, 1)
-    while item < items:
-        _item(a, item, memory)
-        item = fetch_add(counters, 1)
+    _work(record)
 
 
 _kernel = Kernel(_decode, _RECORD)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
-"""Long sequences in pieces, so that a batch of one keeps every core busy.
+"""What threads take: long sequences in pieces, so that a batch of one keeps all busy.
 
 Each piece has its highest logits, totals and sums (``partial`` numbers); whoever
 finishes the last piece of a sequence joins them.
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -15,8 +16,15 @@ from numba.extending import register_jitable
 
 from vllm.fp8_inc.attention.kernels import rows
 from vllm.fp8_inc.attention.kernels.tiles import LOWEST
-from vllm.fp8_inc.attention.kernels.vectors import LANES, floats, pointer
+from vllm.fp8_inc.attention.kernels.vectors import (
+    address_of,
+    fetch_add,
+    floats,
+    pointer,
+)
 
+# Highest logits and totals are padded to it: the most lanes that any CPU has.
+_WIDTH = 16
 # How many pieces a thread should get.
 _PIECES_A_THREAD = 4
 
@@ -64,13 +72,85 @@ def padded(count, to):
 
 
 @register_jitable
-def partial(group, size):
-    """float32 numbers of a piece: highest logits, totals, sums."""
-    return 2 * padded(group, LANES) + group * size
+def partial(rows, size):
+    """float32 numbers of a piece: highest logits, totals, sums of ``rows`` heads."""
+    return 2 * padded(rows, _WIDTH) + rows * size
+
+
+def worker(attend: Callable, step: int) -> Callable:
+    """Makes what a kernel runs on each thread, of a record's address.
+
+    An item is one piece of one sequence, for one group of heads. Fields of the record
+    that are read here have one name in all kernels.
+
+    Args:
+        attend: Attends with a group to a piece; returns by what the result is
+            multiplied.
+        step: The number of heads is padded to a multiple of it; at most _WIDTH.
+    """
+
+    def compiled(function: Callable) -> Callable:
+        # LLVM takes code loaded from disk for another kernel's where names are equal.
+        function.__qualname__ = f"{attend.__module__}.{function.__name__}"
+        return njit(function)
+
+    @compiled
+    def do(a, item, memory):
+        number, group = item // a.groups, item % a.groups
+        sequence, first, pieces, length = _piece_of(a, number)
+        if sequence < 0:
+            return
+        head = group * a.group
+        heads = min(a.group, a.heads - head)
+        count = padded(heads, step)
+        width = padded(count, _WIDTH)
+        one = partial(padded(a.group, step), a.size)
+        joined = a.partial + 4 * one * (first * a.groups + group * pieces)
+        if pieces > 1:
+            highest = joined + 4 * one * (number - first)
+        else:
+            highest = memory
+            memory += 4 * one
+        total = highest + 4 * width
+        sums = total + 4 * width
+        _clear(highest, total, sums, width, count * a.size)
+        start = (number - first) * a.piece
+        stop = min(length, start + a.piece)
+        out_scale = attend(
+            a, sequence, head, heads, start, stop, length, memory, highest, total, sums
+        )
+        if pieces > 1:
+            done = fetch_add(a.finished + 8 * (sequence * a.groups + group), 1)
+            if done < pieces - 1:
+                return
+            _join(joined, heads, width, one, a.size, pieces)
+            total = joined + 4 * width
+            sums = total + 4 * width
+        _write_result(a, sequence * a.heads + head, heads, out_scale, total, sums)
+
+    @compiled
+    def work(record):
+        a = carray(record, 1)[0]
+        counters = address_of(record)
+        memory = a.own + fetch_add(counters + 8, 1) * a.own_size
+        items = a.pieces * a.groups
+        item = fetch_add(counters, 1)
+        while item < items:
+            do(a, item, memory)
+            item = fetch_add(counters, 1)
+
+    return work
 
 
 @njit
-def piece_of(a, number):
+def table_of(a, sequence):
+    """The blocks of a sequence."""
+    address = a.table + sequence * a.table_sequence
+    return carray(pointer(address), a.table_sequence // 4, np.int32)
+
+
+@njit
+def _piece_of(a, number):
     """Which sequence piece ``number`` belongs to, and that sequence's pieces.
 
     Returns:
@@ -88,7 +168,7 @@ def piece_of(a, number):
 
 
 @njit
-def clear(highest, total, sums, width, size):
+def _clear(highest, total, sums, width, size):
     """Before the first tile."""
     floats(highest, width)[:] = LOWEST
     floats(total, width)[:] = 0
@@ -96,7 +176,7 @@ def clear(highest, total, sums, width, size):
 
 
 @njit
-def join(first, count, width, one, size, number):
+def _join(first, count, width, one, size, number):
     """Joins ``number`` pieces of ``one`` numbers each into the first."""
     pieces = carray(pointer(first), (number, one), np.float32)
     for r in range(count):
@@ -113,12 +193,13 @@ def join(first, count, width, one, size, number):
 
 
 @njit
-def write_result(a, first, count, size, out_scale, total, sums):
+def _write_result(a, first, count, out_scale, total, sums):
     """Writes ``count`` rows from row ``first`` on; what attended to nothing is zero."""
     totals = floats(total, count)
     itemsize = rows.itemsize(a.out_kind)
     for r in range(count):
         factor = out_scale / totals[r] if totals[r] != 0 else np.float32(0)
-        row = sums + 4 * r * size
-        rows.scale_row(row, row, size, factor)
-        rows.write_row(a.out_kind, row, a.out + itemsize * (first + r) * size, size)
+        row = sums + 4 * r * a.size
+        target = a.out + itemsize * (first + r) * a.size
+        rows.scale_row(row, row, a.size, factor)
+        rows.write_row(a.out_kind, row, target, a.size)

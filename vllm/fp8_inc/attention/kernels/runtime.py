@@ -13,7 +13,10 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
+import shutil
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -168,6 +171,8 @@ def _hash_of_sources() -> str:
     return digest.hexdigest()[:16]
 
 
+# After that long without a start, kernels of other sources are deleted.
+_UNUSED_DAYS = 30
 # Taken while the modules are imported: an edit that follows must not get their code.
 _SOURCES = _hash_of_sources()
 
@@ -199,7 +204,24 @@ def cache_folder() -> Path | None:
             error,
         )
         return None
+    _delete_unused(root)
     return folder
+
+
+def _delete_unused(root: Path) -> None:
+    """Deletes what other sources compiled and no process took for a long time.
+
+    Each start touches its folder. A folder of another name, or of another user, stays;
+    so does one that another process deletes or uses meanwhile: the next start tries.
+    """
+    oldest = time.time() - _UNUSED_DAYS * 24 * 60 * 60
+    for folder in root.iterdir():
+        if not re.fullmatch("[0-9a-f]{16}", folder.name) or folder.is_symlink():
+            continue
+        with contextlib.suppress(OSError):
+            status = folder.stat()
+            if status.st_uid == os.getuid() and status.st_mtime < oldest:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_owner(folder: Path) -> None:
