@@ -99,7 +99,7 @@ def inspect(engine: str, tag: str) -> dict[str, Any]:
 
 def health_command(image: dict[str, Any]) -> list[str]:
     """The command of the image's HEALTHCHECK."""
-    check = image["Config"].get("Healthcheck") or image.get("HealthCheck")
+    check = image["Config"].get("Healthcheck") or image.get("Healthcheck")
     if not check or check["Test"][0] != "CMD":
         raise SystemExit(f"error: no HEALTHCHECK with a command in the image: {check}")
     return check["Test"][1:]
@@ -152,7 +152,7 @@ def serve_and_ask(engine: str, args: argparse.Namespace) -> None:
     try:
         checks(engine, container, health, args.limit)
     except SystemExit:
-        log = run(engine, "logs", "--tail", "40", container, check=False)
+        log = run(engine, "logs", "--tail", "200", container, check=False)
         print(log.stdout + log.stderr, file=sys.stderr)
         raise
     finally:
