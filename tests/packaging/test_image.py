@@ -90,6 +90,12 @@ def docker_runs() -> list[list[str]]:
     ]
 
 
+def test_every_run_has_shared_memory_for_vllms_processes():
+    """160 MiB at the least, where a container has 64 MB unless it is told."""
+    for words in docker_runs():
+        assert {"--shm-size", "--ipc=host"} & set(words), words
+
+
 def test_every_copied_path_exists_and_passes_the_ignore_file():
     lines = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     patterns = [line for line in lines if line and not line.startswith("#")]
