@@ -99,6 +99,8 @@ def run(args: argparse.Namespace, work: Path) -> None:
     with engine(str(model), **options(True), **extra) as llm:
         for device in DEVICES:
             for arm in ARMS:
+                if f"{arm}, {device}" in record:
+                    continue
                 largest = FORMATS[device].max
                 k, v = (dequant_scales(arm, amax, role, largest) for role in "kv")
                 truncate = arm.endswith("truncated")

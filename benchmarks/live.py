@@ -10,12 +10,14 @@ bf16 instructions, and whose own rounding does not hide what the cache does. Wha
 cached are the bytes of a bf16 model: cast(bf16(x) * bf16(1 / dequant_scale)).
 """
 
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
+from vllm.fp8_inc.attention.cache import MadeFor
 from vllm.fp8_inc.comparison.forced import ForcedWorker
 from vllm.fp8_inc.comparison.statistics import paired
 from vllm.fp8_inc.formats import FORMATS, Fp8Format
@@ -32,13 +34,46 @@ class NearestEven(Fp8Format):
 
 
 class Truncating(Fp8Format):
-    """The same, rounding towards zero."""
+    """A device's format that rounds towards zero."""
 
     def cast(self, values: torch.Tensor, quant_scale: torch.Tensor) -> torch.Tensor:
-        scaled = values.bfloat16() * quant_scale.bfloat16()
+        scaled = values * quant_scale.to(values.dtype)
         codes = self.encode(scaled)
         too_large = self.decode(codes).abs() > scaled.float().abs()
         return codes - too_large.to(torch.uint8)
+
+
+class CastWriter:
+    """Writes K and V as ``HeadsWriter`` does, by the cast of a format in torch.
+
+    Args:
+        cache: [blocks, kv_heads, block_size, 2 * head_size] uint8, written.
+        scales: Of the layer.
+        fmt: Whose cast it is.
+    """
+
+    def __init__(
+        self, cache: torch.Tensor, scales: AttentionScales, fmt: Fp8Format
+    ) -> None:
+        blocks, heads, size, both = cache.shape
+        k, v = cache.view(blocks, heads, size * both).chunk(2, dim=-1)
+        self._k = k.view(blocks, heads, both // 2, size)
+        self._v = v.view(blocks, heads, size, both // 2)
+        self._scales, self._format = scales, fmt
+
+    def write(
+        self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """See ``HeadsWriter.write``."""
+        token = (slots >= 0).nonzero()[:, 0]
+        block, place = (
+            slots[token] // self._k.shape[-1],
+            slots[token] % self._k.shape[-1],
+        )
+        k, v = self._scales.k, self._scales.v
+        cast = self._format.cast
+        self._k[block, :, :, place] = cast(key[token], k.of_heads(k.quant_scale))
+        self._v[block, :, place] = cast(value[token], v.of_heads(v.quant_scale))
 
 
 def format_of(device: str, writer: type[Fp8Format]) -> Fp8Format:
@@ -64,17 +99,27 @@ class LiveWorker(ForcedWorker):
         v: list[list[float]],
         truncate: bool = False,
     ) -> None:
-        """Gives each layer dequant scales, one or one a head, and a device's format."""
+        """Gives each layer dequant scales, one or one a head, and a device's format.
+
+        Args:
+            truncate: Write by ``Truncating``; MHA and GQA only.
+        """
         layers = [
             module
             for module in self.model_runner.model.modules()
             if hasattr(module, "kv_cache_dtype") and hasattr(module, "impl")
         ]
-        chosen = format_of(device, Truncating if truncate else NearestEven)
         for layer, of_k, of_v in zip(layers, k, v, strict=True):
-            layer.impl.format = chosen
+            layer.impl.format = FORMATS[device]
             scales = AttentionScales(static(of_k), static(of_v), None, "benchmark")
             give_scales(layer, scales)
+            # A cached property: what is left out is made again.
+            vars(layer.impl).pop("_writer", None)
+            if truncate:
+                fmt = format_of(device, Truncating)
+                layer.impl._writer = MadeFor(
+                    partial(CastWriter, scales=scales, fmt=fmt)
+                )
 
 
 def options(quantised: bool) -> dict[str, Any]:

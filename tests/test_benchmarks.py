@@ -28,6 +28,9 @@ from benchmarks.embedded import BF16, FP8
 from benchmarks.record import Record, write_between
 from benchmarks.rescaled import Rescaling, rescale
 from tests.device_numbers import MAXIMUM
+from vllm.fp8_inc.attention.kernels.writers import HeadsWriter
+from vllm.fp8_inc.formats import FORMATS
+from vllm.fp8_inc.scales import AttentionScales
 
 MIXED = Rescaling((-12, 9, -7, 3), (-12, 0, 5, -3))
 TOKENS = torch.tensor([[5, 77, 300, 12, 9, 400, 33, 250]])
@@ -96,7 +99,7 @@ def test_the_writers_round_to_nearest_and_towards_zero(device):
     codes = live.format_of(device, live.NearestEven).cast(x, scale.quant_scale)
     assert numpy.array_equal(codes.numpy(), nearest.view(numpy.uint8))
     truncating = live.format_of(device, live.Truncating)
-    codes = truncating.cast(x, scale.quant_scale).numpy()
+    codes = truncating.cast(x.bfloat16(), scale.quant_scale).numpy()
     below = codes.view(ORACLE[device]).astype(numpy.float32)
     above = (codes + 1).view(ORACLE[device]).astype(numpy.float32)
     size = numpy.abs(clipped.numpy())
@@ -104,6 +107,19 @@ def test_the_writers_round_to_nearest_and_towards_zero(device):
     inside = numpy.abs(below) < MAXIMUM[device]
     assert (numpy.abs(above[inside]) > size[inside]).all()
     assert (codes != nearest.view(numpy.uint8)).mean() > 0.3
+
+
+def test_the_writer_of_an_arm_writes_where_the_engine_s_does():
+    fmt = live.format_of("gaudi3", live.Truncating)
+    codes = (torch.arange(7 * 2 * 16) % 96 + 16).to(torch.uint8)
+    numbers = fmt.decode(codes).view(7, 2, 16)  # exact, also when halved
+    slots = torch.tensor([3, 40, -1, 17, 16, 63, 0])
+    scales = AttentionScales(live.static([1.0]), live.static([2.0]), None, "test")
+    ours, engines = torch.zeros(2, 4, 2, 16, 32, dtype=torch.uint8)
+    live.CastWriter(ours, scales, fmt).write(numbers, -numbers, slots)
+    scale = (scales.k.quant_scale, scales.v.quant_scale)
+    HeadsWriter(engines, *scale, FORMATS["gaudi3"]).write(numbers, -numbers, slots)
+    assert engines.any() and torch.equal(ours, engines)
 
 
 def test_the_scales_of_a_gqa_model_are_those_of_its_heads():

@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """Decode of MLA over a paged latent cache, as one kernel.
 
-The cache is read once for each group of heads: a tile of latents is decoded, to float32
-or, where the CPU has dot products of it, to bfloat16, serves as keys and as values, and
-is forgotten. Long sequences are cut into pieces, so that a batch of one keeps every core
-busy; whoever finishes the last piece of a sequence joins them.
+The cache is read once for each group of heads: a tile of latents is decoded, to
+float32 or, where the CPU has dot products of it, to bfloat16, serves as keys and as
+values, and is forgotten. Long sequences are cut into pieces, so that a batch of one
+keeps every core busy; whoever finishes the last piece of a sequence joins them.
 """
 
 from types import ModuleType
