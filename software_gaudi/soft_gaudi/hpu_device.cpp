@@ -16,6 +16,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <utility>
@@ -63,6 +64,10 @@ c10::DataPtr pointer(void* data, Block* block, c10::Device device) {
 struct HostMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     auto memory = c10::GetCPUAllocator()->allocate(bytes);
+    // The worker hands INC, which measures, a buffer of attention that it never wrote.
+    if (bytes > 0) {
+      std::memset(memory.get(), 0, bytes);
+    }
     void* data = memory.get();
     auto* block = new Block{std::move(memory), {}, static_cast<int64_t>(bytes)};
     return pointer(data, block, HPU);
