@@ -71,7 +71,7 @@ def static_fp8(
 ) -> Tensor:
     """FP8 operands and a scale for each expert's intermediate activations."""
     return _experts(
-        _decode(hidden_states) * d_scale_hidden_states.float(),
+        _decode(hidden_states) * d_scale_hidden_states.to(hidden_states.device).float(),
         torch.bfloat16,
         expert_routing_table,
         router_weights,
@@ -210,9 +210,12 @@ class _Fp8(_Unquantised):
         down_scale: Tensor,
     ) -> None:
         super().__init__(gate_up, down, permuted, activation)
-        self.gate_up_scale = gate_up_scale.float().view(1, -1)
-        self.down_scale = down_scale.float().view(1, -1)
+        # INC leaves scales on the host, as the bridge takes them.
+        self.gate_up_scale = gate_up_scale.to(gate_up.device).float().view(1, -1)
+        self.down_scale = down_scale.to(gate_up.device).float().view(1, -1)
         self.intermediate_scale = intermediate_scale
+        if intermediate_scale is not None:
+            self.intermediate_scale = intermediate_scale.to(gate_up.device)
 
     def _values(self, weight: Tensor) -> Tensor:
         return _decode(weight)
