@@ -279,6 +279,7 @@ def machine() -> dict[str, Any]:
 
 def save(results: list[dict[str, Any]], path: Path) -> None:
     """Writes rows beside those that the file has."""
+    from vllm.fp8_inc.whole_folder import new_file
 
     def key(row: dict[str, Any]) -> tuple:
         measured = ("upstream_us", "ours_us", "ratio", "turns")
@@ -288,9 +289,8 @@ def save(results: list[dict[str, Any]], path: Path) -> None:
     rows = {key(row): row for row in before} | {key(row): row for row in results}
     lines = ",\n".join(json.dumps(row) for row in rows.values())
     text = f'{{"machine": {json.dumps(machine())}, "rows": [\n{lines}\n]}}\n'
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    part.replace(path)
+    with new_file(path) as part:
+        part.write_text(text)
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
