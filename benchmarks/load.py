@@ -14,14 +14,10 @@ counted as ties and must be equal up to that token.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import platform
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +28,7 @@ from typing import Any
 import aiohttp
 import psutil
 
+from benchmarks.api_server import ApiServer
 from benchmarks.load_clients import LONGEST, NAME, Load, Question, questions
 from benchmarks.record import machine
 from vllm.fp8_inc.whole_folder import new_file
@@ -39,7 +36,6 @@ from vllm.fp8_inc.whole_folder import new_file
 MODEL = Path(__file__).parents[1] / "examples" / "tiny-deepseek-v2-fp8"
 _BLOCK = 16
 _TIE = 0.01  # log-probability
-_START_SECONDS = 400
 _QUIET_SECONDS = 60  # for the last requests, once the clients are gone
 
 
@@ -157,57 +153,26 @@ def _memory(sizes: list[dict[str, int]]) -> dict[str, float]:
     }
 
 
-def server_command(port: int, clients: int) -> list[str]:
+def server(clients: int, log: Path) -> ApiServer:
     """A server whose cache holds a third of the clients' requests."""
     blocks = max(clients * LONGEST // _BLOCK // 3 // 4, LONGEST // _BLOCK)
-    return [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(MODEL), "--served-model-name", NAME),
-        *("--host", "127.0.0.1", "--port", str(port)),
+    flags = [
         *("--kv-cache-dtype", "fp8_inc", "--enforce-eager", "--dtype", "float32"),
         *("--block-size", str(_BLOCK), "--max-num-seqs", str(clients)),
         *("--num-gpu-blocks-override", str(blocks)),
     ]
+    return ApiServer(MODEL, NAME, log, flags)
 
 
 def run(clients: int, seconds: float, log: Path) -> dict[str, Any]:
     """Starts a server, measures, ends it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            server_command(port, clients),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        asyncio.run(_ready(url, process))
-        result = asyncio.run(
-            measure(url, psutil.Process(process.pid), clients, seconds)
-        )
-        if process.poll() is not None:
-            result["problems"].append(f"the server ended with {process.returncode}")
+    with server(clients, log) as running:
+        family = psutil.Process(running.process.pid)
+        result = asyncio.run(measure(running.url, family, clients, seconds))
+        if running.process.poll() is not None:
+            code = running.process.returncode
+            result["problems"].append(f"the server ended with {code}")
         return result
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-async def _ready(url: str, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while True:
-        with contextlib.suppress(aiohttp.ClientError):
-            if (await _get(f"{url}/health"))[0] == 200:
-                return
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the server did not start ({process.poll()})")
-        await asyncio.sleep(0.5)
 
 
 def main() -> None:
@@ -221,7 +186,7 @@ def main() -> None:
         try:
             result = run(args.clients, args.seconds, log)
         except RuntimeError as error:
-            sys.exit(f"error: {error}\n{log.read_text()[-4000:]}")
+            sys.exit(f"error: {error}")
     print(json.dumps(result, indent=1))
     if args.out:
         where = machine()

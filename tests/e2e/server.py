@@ -4,22 +4,18 @@
 
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import requests
 
-_START_SECONDS = 400
+from benchmarks.api_server import ApiServer
+
 _ANSWER_SECONDS = 120
 
 
-class Server:
-    """``python -m vllm.entrypoints.openai.api_server`` on a free local port.
+class Server(ApiServer):
+    """A server with an FP8 cache that calls its model "tiny".
 
     Args:
         model: Folder of the checkpoint.
@@ -38,62 +34,17 @@ class Server:
         environment: dict[str, str] | None = None,
     ) -> None:
         self.device = device
-        self.log_file = log_file
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self.command = [
-            *[sys.executable, "-m", "vllm.entrypoints.openai.api_server"],
-            *["--model", str(model), "--served-model-name", "tiny"],
-            *["--host", "127.0.0.1", "--port", str(port)],
+        # Bound to every core, its threads crawl beside another test.
+        one_thread = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        variables = os.environ | one_thread | (environment or {})
+        # The server is to run as a user starts it, with its own processes.
+        variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        flags = [
             *["--kv-cache-dtype", "fp8_inc", "--enforce-eager"],
             *["--additional-config", json.dumps({"fp8_inc": {"device": device}})],
             *arguments,
         ]
-        # Bound to every core, its threads crawl beside another test.
-        one_thread = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        self.environment = os.environ | one_thread | (environment or {})
-        # The server is to run as a user starts it, with its own processes.
-        self.environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-
-    def __enter__(self) -> "Server":
-        with self.log_file.open("w") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self.environment,
-                start_new_session=True,
-            )
-        deadline = time.monotonic() + _START_SECONDS
-        while not self._is_ready():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self._stop()
-                raise RuntimeError(f"the server did not start:\n{self.log()}")
-            time.sleep(0.5)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    def _is_ready(self) -> bool:
-        try:
-            return requests.get(f"{self.url}/health", timeout=2).ok
-        except requests.RequestException:
-            return False
-
-    def log(self) -> str:
-        """What it has written so far."""
-        return self.log_file.read_text()
+        super().__init__(model, "tiny", log_file, flags, environment=variables)
 
     def metric(self, name: str) -> float:
         """The value of a Prometheus counter."""
