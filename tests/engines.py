@@ -104,10 +104,14 @@ def model_of(llm: Any) -> nn.Module:
 
 def attention_layers(llm: Any) -> list[nn.Module]:
     """Its attention layers, first to last."""
-    modules = model_of(llm).modules()
+    return attention_layers_of(model_of(llm))
+
+
+def attention_layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model that have a cache, first to last."""
     return [
         module
-        for module in modules
+        for module in model.modules()
         if hasattr(module, "kv_cache_dtype") and hasattr(module, "impl")
     ]
 

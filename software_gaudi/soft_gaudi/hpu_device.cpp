@@ -64,9 +64,9 @@ c10::DataPtr pointer(void* data, Block* block, c10::Device device) {
 struct HostMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     auto memory = c10::GetCPUAllocator()->allocate(bytes);
-    // The worker hands INC, which measures, a buffer of attention that it never wrote.
+    // NaN in every floating dtype, so that a result tells of memory that was read unwritten.
     if (bytes > 0) {
-      std::memset(memory.get(), 0, bytes);
+      std::memset(memory.get(), 0xFF, bytes);
     }
     void* data = memory.get();
     auto* block = new Block{std::move(memory), {}, static_cast<int64_t>(bytes)};

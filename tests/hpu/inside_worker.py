@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.engines import attention_layers, engine, model_of
+from tests.engines import attention_layers_of, engine
 from tests.hpu.forced import OPTIONS, distributions
 
 
@@ -35,9 +35,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                 distributions(llm, prompts, job["forced"], job["steps"]).tolist()
                 for prompts in job["rounds"]
             ],
-            "dequant_scales": _dequant_scales(llm),
-            "devices": _devices(llm),
-            "patched_by_inc": _patched_by_inc(llm),
+            "ranks": llm.collective_rpc(_rank),
         }
     for name in job["env"]:
         del os.environ[name]
@@ -49,19 +47,26 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _dequant_scales(llm: Any) -> list[dict[str, Any]]:
-    """The dequant scales of each layer, as the kernels get them: one, or a list."""
-    if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
-        return []
-    return [_of_layer(layer.impl) for layer in attention_layers(llm)]
+def _rank(worker: Any) -> dict[str, Any]:
+    """What one rank has; each runs this in its own process.
 
-
-def _devices(llm: Any) -> list[str]:
-    """Where parameters and buffers of the model say they are."""
-    if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
-        return []
-    model = model_of(llm)
-    return sorted({x.device.type for x in (*model.parameters(), *model.buffers())})
+    Returns:
+        ``dequant_scales`` of each layer, as the kernels get them: one, or a list;
+        ``devices``, where parameters and buffers of the model say they are; and
+        ``patched_by_inc``, INC's classes with the names that their modules have.
+    """
+    model = worker.model_runner.model
+    tensors = (*model.parameters(), *model.buffers())
+    patched = {
+        f"{name.rpartition('.')[2]}: {type(module).__name__}"
+        for name, module in model.named_modules()
+        if type(module).__name__.startswith("Patched")
+    }
+    return {
+        "dequant_scales": [_of_layer(x.impl) for x in attention_layers_of(model)],
+        "devices": sorted({x.device.type for x in tensors}),
+        "patched_by_inc": sorted(patched),
+    }
 
 
 def _of_layer(impl: Any) -> dict[str, Any]:
@@ -77,18 +82,6 @@ def _of_layer(impl: Any) -> dict[str, Any]:
         if scale is not None
     }
     return scales | {"softmax": impl.scale}
-
-
-def _patched_by_inc(llm: Any) -> list[str]:
-    """INC's classes in the model, with the name that their modules have."""
-    if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
-        return []
-    found = {
-        f"{name.rpartition('.')[2]}: {type(module).__name__}"
-        for name, module in model_of(llm).named_modules()
-        if type(module).__name__.startswith("Patched")
-    }
-    return sorted(found)
 
 
 if __name__ == "__main__":

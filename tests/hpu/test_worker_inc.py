@@ -19,7 +19,7 @@ from ml_dtypes import bfloat16
 
 from tests.checkpoints import llama_config, weights, write
 from tests.device_numbers import MAXIMUM
-from tests.engines import engine
+from tests.engines import acting, engine
 from tests.hpu.forced import OPTIONS, distributions, divergence
 from tests.hpu.test_worker_serves import BF16, FP8, random_tokens, texts
 from tests.hpu.worker import ROOT, Job, needs_worker, run_jobs
@@ -29,6 +29,8 @@ MLA_MODEL = str(ROOT / "examples" / "tiny-deepseek-v2")
 # The scales that cost nothing on the matrix engine.
 HARDWARE = {"gaudi2": [2.0**n for n in (-8, -4, 0, 4)],
             "gaudi3": [2.0**n for n in range(-55, 8)]}  # fmt: skip
+# Of MLA, whose first input is the latent, q of the prefill and the absorbed q.
+INPUTS = ("latent_cache_k", "fused_scaled_dot_product_attention", "matmul_qk")
 CASES = {"mla": "gaudi3", "gqa": "gaudi2"}
 
 
@@ -40,7 +42,8 @@ class Outcome:
         kind: ``mla`` or ``gqa``.
         device: That serves.
         nodes: Path -> amax of each input.
-        measuring: What tests/hpu/inside_worker.py found while INC measured.
+        measuring: What tests/hpu/inside_worker.py found while INC measured, over a
+            bf16 cache.
         serving: The same of the engine that serves.
         on_cpu: Distributions of the CPU backend.
     """
@@ -75,21 +78,58 @@ def outcome(request, tmp_path_factory):
         options = FP8 | OPTIONS | {"additional_config": {"fp8_inc": {"device": device}}}
         with engine(model, **options) as llm:
             on_cpu = distributions(llm, prompts, forced, 3, together=False)
-    measured = json.loads((folder / "inc" / "m_hooks_maxabs_0_1.json").read_text())
-    nodes = {
-        path: [amax[0][0] for amax in node["inputs"]]
-        for path, node in measured["Nodes"].items()
-    }
+    nodes = measurements(folder, "0_1")
     return Outcome(kind, device, nodes, measuring, serving, on_cpu)
 
 
-def quant_config(folder: Path, mode: str) -> str:
+@dataclass
+class TwoRanks:
+    """The same of an engine over two ranks.
+
+    Attributes:
+        nodes: Of each rank: path -> amax of each input.
+        serving: What tests/hpu/inside_worker.py found.
+        files: That INC wrote in all.
+    """
+
+    nodes: list[Mapping[str, list[float]]]
+    serving: Mapping[str, Any]
+    files: set[str]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Gaudi3, with the flag; the method tells any two measurements apart."""
+    folder = tmp_path_factory.mktemp("ranks")
+    prompts, forced = texts()
+    both = {"tensor_parallel_size": 2, "quantization": "inc"}
+
+    def start(mode: str, options: dict) -> dict[str, Any]:
+        jobs = {"one": Job(MLA_MODEL, [prompts], forced, options=options | both)}
+        path = quant_config(folder, mode, "maxabs_arbitrary")
+        return run_jobs(folder, jobs, SOFT_GAUDI="gaudi3", QUANT_CONFIG=path)["one"]
+
+    start("MEASURE", BF16)
+    nodes = [measurements(folder, f"{rank}_2") for rank in (0, 1)]
+    serving = start("QUANTIZE", FP8)
+    return TwoRanks(nodes, serving, {path.name for path in (folder / "inc").iterdir()})
+
+
+def measurements(folder: Path, ranks: str) -> dict[str, list[float]]:
+    measured = json.loads((folder / "inc" / f"m_hooks_maxabs_{ranks}.json").read_text())
+    return {
+        path: [amax[0][0] for amax in node["inputs"]]
+        for path, node in measured["Nodes"].items()
+    }
+
+
+def quant_config(folder: Path, mode: str, method: str = "maxabs_hw") -> str:
     (folder / "inc").mkdir(exist_ok=True)
     path = folder / f"{mode}.json"
     config = {
         "mode": mode,
         "observer": "maxabs",
-        "scale_method": "maxabs_hw",
+        "scale_method": method,
         "blocklist": {"types": [], "names": ["lm_head", r"layers\.1\..*o_proj"]},
         "dump_stats_path": f"{folder}/inc/m",
     }
@@ -105,6 +145,11 @@ def scale_of(amax: float, device: str) -> float:
     target = float(bfloat16(amax / (MAXIMUM[device] * 0.25)))
     power = float(bfloat16(math.log2(target)))
     return min(scale for scale in HARDWARE[device] if math.log2(scale) >= power)
+
+
+def exact(amax: float) -> float:
+    """maxabs_arbitrary on Gaudi3."""
+    return float(bfloat16(amax / (MAXIMUM["gaudi3"] * 0.25)))
 
 
 def inputs(outcome: Outcome, layer: int, name: str) -> list[float]:
@@ -165,3 +210,51 @@ def test_the_cpu_backend_computes_the_same_with_the_same_files(outcome):
     ours = divergence(outcome.on_cpu, outcome.serving["distributions"][0])
     other = divergence(outcome.on_cpu, outcome.on_cpu.roll(1, 0))
     assert ours.median() < (1e-3 if outcome.kind == "mla" else 0.02) < other.median()
+
+
+def test_every_rank_measures_and_serves_with_files_of_its_own(two_ranks):
+    for rank, found in enumerate(two_ranks.serving["ranks"]):
+        assert f"m_hooks_maxabs_MAXABS_ARBITRARY_{rank}_2.json" in two_ranks.files
+        assert (
+            f"m_hooks_maxabs_{rank}_2.json (rank {rank} of 2)"
+            in (two_ranks.serving["log"])
+        )
+        for n, layer in enumerate(found["dequant_scales"]):
+            impl = f"model.layers.{n}.self_attn.mla_attn.mla_attn.impl"
+            cache, q, absorbed = (
+                acting(exact(two_ranks.nodes[rank][f"{impl}.{name}"][0]))
+                for name in INPUTS
+            )
+            assert layer["latent_cache_k"] == pytest.approx(cache, rel=1e-6)
+            assert layer["q"] == pytest.approx(q, rel=1e-6)
+            assert layer["q of decode"] * layer["softmax"] == pytest.approx(
+                absorbed, rel=2**-7
+            )
+
+
+def test_ranks_differ_in_q_and_share_the_latent(two_ranks):
+    one, other = (found["dequant_scales"] for found in two_ranks.serving["ranks"])
+    alike = {
+        role: [a[role] == b[role] for a, b in zip(one, other, strict=True)]
+        for role in ("latent_cache_k", "q", "q of decode")
+    }
+    assert alike["latent_cache_k"] == [True] * 4
+    assert not all(alike["q"]) and not all(alike["q of decode"])
+
+
+def test_inc_quantises_the_layers_of_every_rank(two_ranks):
+    one, other = (set(found["patched_by_inc"]) for found in two_ranks.serving["ranks"])
+    assert one == other
+    assert {
+        "o_proj: PatchedRowParallelLinear",
+        "moe_op: PatchedVllmMixtureOfExpertsOp",
+    } <= one
+
+
+@pytest.mark.parametrize("outcome", ["mla"], indirect=True)
+def test_two_ranks_agree_with_one_and_with_a_bf16_cache(outcome, two_ranks):
+    ours = two_ranks.serving["distributions"][0]
+    for expected in (outcome.measuring, outcome.serving):
+        expected = expected["distributions"][0]
+        other = divergence(expected, expected.roll(1, 0))
+        assert divergence(expected, ours).median() < 1e-3 < other.median()

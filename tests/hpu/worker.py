@@ -121,7 +121,8 @@ def run_jobs(
     """Runs all jobs in one process.
 
     Returns:
-        What tests/hpu/inside_worker.py found, by job; distributions as tensors.
+        What tests/hpu/inside_worker.py found, by job; distributions as tensors, and
+        what the first rank has beside ``ranks``.
     """
     asked, answered = folder / "jobs.json", folder / "results.json"
     asked.write_text(json.dumps([vars(job) for job in jobs.values()]), "utf-8")
@@ -136,4 +137,5 @@ def run_jobs(
         rounds = result["distributions"]
         result["distributions"] = [torch.tensor(values) for values in rounds]
         result["log"] = log
+        result |= result["ranks"][0]
     return dict(zip(jobs, results, strict=True))

@@ -250,3 +250,16 @@ def test_a_plain_layer_keeps_its_weight_for_mla():
     x, bias = torch.tensor([[1.0, -1.0, 2.0]]), torch.tensor([0.5, -0.5])
     assert layer.weight.shape == (2, 3)
     assert method.apply(layer, x, bias).tolist() == [[3.5, 8.5]]
+
+
+def test_a_plain_layer_rounds_its_result_only():
+    """In bfloat16, on any CPU; with oneDNN's bfloat16 or in float32."""
+    layer = torch.nn.Module()
+    weight = torch.randn(48, 256).bfloat16()
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    x, bias = torch.randn(40, 256).bfloat16(), torch.randn(48).bfloat16()
+    out = PlainLinearMethod().apply(layer, x, bias)
+    exact = x.double() @ weight.double().T + bias.double()
+    assert out.dtype == torch.bfloat16
+    bound = 2.0**-8 * exact.abs() + 1e-5 * exact.abs().max()
+    assert ((out.double() - exact).abs() <= bound).all()

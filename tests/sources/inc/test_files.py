@@ -22,6 +22,8 @@ from vllm.fp8_inc.sources.inc.files import measurement_files, scale_files
 from vllm.fp8_inc.sources.inc.schema import QuantConfig
 
 K = "model.layers.0.self_attn.attn.impl.k_cache"
+MOE = "model.layers.1.mlp.experts.routed_experts.moe_op"
+NAN = float("nan")
 
 
 def names(scales):
@@ -169,8 +171,12 @@ def test_nothing_there(tmp_path):
         ({"Mode": "DynamicRange", "Nodes": {K: 3}}, K),
         ({"Mode": "DynamicRange", "Nodes": {K: {"inputs": 3}}}, f"{K}.inputs"),
         (
-            {"Mode": "DynamicRange", "Nodes": {K: measured(float("nan"))}},
+            {"Mode": "DynamicRange", "Nodes": {K: measured(NAN)}},
             f"{K}: nan is no positive finite number",
+        ),
+        (
+            {"Mode": "DynamicRange", "Nodes": {MOE: measured(1, outputs=[1, NAN])}},
+            f"{MOE}: nan is no positive finite number",
         ),
         ({"Mode": "DynamicRange", "Nodes": {K: measured(-1.0)}}, f"{K}: -1.0 is no"),
         ({"Mode": "DynamicRange", "Nodes": {K: measured("3")}}, f"{K}: '3' is no"),
@@ -188,6 +194,17 @@ def test_a_file_that_inc_did_not_write(tmp_path, content, part):
     assert text.startswith(f"{path}: ")
     assert part in text, text
     assert "alibrate again" in text
+
+
+@pytest.mark.parametrize("garbage", [NAN, 1e36, float("inf")])
+def test_the_output_that_inc_did_not_write_is_not_read(tmp_path, garbage):
+    """On one rank it measures a torch.empty(1) in place of the sum over ranks."""
+    path = "model.layers.0.self_attn.o_proj"
+    o_proj = {path: measured(3.0, outputs=[4.0, garbage], weight=1.0)}
+    write_file(tmp_path, mha(0, 3.0, 0.5) | o_proj)
+    found = read(tmp_path)
+    assert values(found, "layers.0")["k"] == 0.03125
+    assert found.linears[path].input_dequant_scale == 0.03125
 
 
 def test_the_old_names_of_inputs_and_a_channel_each(tmp_path):

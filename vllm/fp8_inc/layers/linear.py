@@ -158,7 +158,7 @@ class PlainLinearMethod(UnquantizedLinearMethod):
     """An unquantised Linear that keeps its weight for MLA to read.
 
     Upstream's packs the weight for its CPU kernel and frees it before MLA has
-    absorbed kv_b_proj.
+    absorbed kv_b_proj. Where torch has no fast bfloat16, the product is float32's.
     """
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -170,4 +170,12 @@ class PlainLinearMethod(UnquantizedLinearMethod):
         x: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return torch.nn.functional.linear(x, layer.weight, bias)
+        inputs = (x, layer.weight, bias)
+        if x.dtype == torch.bfloat16 and not _has_fast_bfloat16():
+            inputs = tuple(i if i is None else i.float() for i in inputs)
+        return torch.nn.functional.linear(*inputs).to(x.dtype)
+
+
+def _has_fast_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this CPU; else torch does, very slowly."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -12,7 +12,13 @@ from types import ModuleType
 
 import torch
 
-from vllm.fp8_inc.attention.kernels import mla_bf16, mla_float, rows, writers
+from vllm.fp8_inc.attention.kernels import (
+    absorb,
+    mla_bf16,
+    mla_float,
+    rows,
+    writers,
+)
 from vllm.fp8_inc.attention.kernels.pieces import (
     as_read,
     memory_of,
@@ -115,6 +121,7 @@ def load() -> None:
     mla_float.kernel.compile()
     if HAS_DOT:
         mla_bf16.kernel.compile()
+    absorb.kernel.compile()
     writers.latents.compile()
 
 

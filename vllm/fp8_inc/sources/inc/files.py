@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
+from vllm.fp8_inc.sources.inc.nodes import uses_outputs
 from vllm.fp8_inc.sources.inc.schema import QuantConfig
 from vllm.fp8_inc.sources.strict_json import parse_strict_json, read_text
 from vllm.fp8_inc.validation import shown
@@ -37,7 +38,7 @@ class NodeRecord:
 
     Attributes:
         inputs: Largest magnitudes (a measurement) or dequant scales, by input.
-        outputs: The same, by output.
+        outputs: The same, by output, where INC uses them.
         weight: The same of its weight, or None where it has none.
     """
 
@@ -53,8 +54,10 @@ class _Node(BaseModel):
     outputs: Any = Field(None, validation_alias=AliasChoices("outputs", "output"))
     params: dict[str, Any] | None = None
 
-    def record(self) -> NodeRecord:
+    def record(self, path: str) -> NodeRecord:
         outputs = self.outputs if isinstance(self.outputs, list) else [self.outputs]
+        if not uses_outputs(path):
+            outputs = []
         weight = (self.params or {}).get("weight")
         if isinstance(weight, dict):  # per channel: scales of outputs, of inputs
             weight = weight.get("0")
@@ -137,7 +140,7 @@ def read_nodes(
         records = {}
         for name, node in document.nodes.items():
             if wanted is None or wanted(name):
-                records[name] = _Node.model_validate(node).record()
+                records[name] = _Node.model_validate(node).record(name)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join([name, *map(str, first["loc"])])

@@ -147,6 +147,15 @@ def is_moe(path: str) -> bool:
     return path.rpartition(".")[2] == "moe_op"
 
 
+def uses_outputs(path: str) -> bool:
+    """Whether INC makes scales of what the module at ``path`` returns.
+
+    Outputs of others may be any number, NaN too: where nothing is reduced, INC 3.10
+    measures a torch.empty(1) as the second output of a RowParallelLinear.
+    """
+    return is_moe(path) or type_of(path) in ("B2BMatmul", "ModuleFusedSDPA")
+
+
 def type_of(path: str) -> str | None:
     """The class of the module at ``path``, or None where it cannot be told."""
     if match_expert(path):
