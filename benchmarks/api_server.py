@@ -43,14 +43,14 @@ class ApiServer:
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
         self.log_file = log_file
         self.environment = environment
         self.command = [
             *[python, "-m", "vllm.entrypoints.openai.api_server"],
             *["--model", str(model), "--served-model-name", name],
-            *["--host", "127.0.0.1", "--port", str(self.port)],
+            *["--host", "127.0.0.1", "--port", str(port)],
             *arguments,
         ]
 
@@ -62,6 +62,7 @@ class ApiServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self.environment,
+                cwd=self.log_file.parent,  # not a checkout, whose folders are modules
                 start_new_session=True,
             )
         try:

@@ -18,23 +18,19 @@ import contextlib
 import io
 import os
 import re
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks import kernels, stock
+from benchmarks.api_server import ApiServer
 from benchmarks.record import RESULTS, Record, rounded
 
 TOKENIZER = Path(__file__).parents[1] / "examples/tiny-deepseek-v2"
 ARMS = ("fp8_inc", "bf16", "stock")
 PARTS = ("start", "first token", "cells")
-_START_SECONDS = 900
 _SHOWN = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
 
 
@@ -62,8 +58,8 @@ def write_model(folder: Path, layers: int, max_tokens: int) -> Path:
     return folder
 
 
-class Server:
-    """A server process of one arm.
+class Server(ApiServer):
+    """A server of one arm.
 
     Args:
         arm: One of ARMS.
@@ -75,62 +71,26 @@ class Server:
     def __init__(
         self, arm: str, args: argparse.Namespace, work: Path, more: list[str]
     ) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        python = stock.python_of(args.stock) if arm == "stock" else sys.executable
-        self.log = work / f"{arm}-{self.port}.log"
-        self.command = [
-            *[str(python), "-m", "vllm.entrypoints.openai.api_server"],
-            *["--model", str(work / "model"), "--served-model-name", "model"],
-            *["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"],
+        flags = [
+            *["--enforce-eager", "--block-size", "16"],
             *["--max-model-len", str(max(args.contexts) + args.output + 64)],
-            *["--max-num-seqs", str(max(args.concurrency)), "--block-size", "16"],
-            *more,
+            *["--max-num-seqs", str(max(args.concurrency)), *more],
         ]
         if arm == "fp8_inc":
-            self.command += ["--kv-cache-dtype", "fp8_inc"]
-        self.environment = os.environ | {"VLLM_CACHE_ROOT": str(work / "cache")}
+            flags += ["--kv-cache-dtype", "fp8_inc"]
+        variables = os.environ | {"VLLM_CACHE_ROOT": str(work / "cache")}
+        python = sys.executable
         if arm == "stock":
-            self.environment.pop("PYTHONPATH", None)
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator["Server"]:
-        """Starts it; ``seconds`` is how long that took."""
-        with self.log.open("w") as log:
-            start = time.monotonic()
-            process = subprocess.Popen(
-                self.command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self.environment,
-                cwd=self.log.parent,
-            )
-        try:
-            while not self._is_ready():
-                late = time.monotonic() - start > _START_SECONDS
-                if process.poll() is not None or late:
-                    raise RuntimeError(f"no server:\n{self.log.read_text()[-4000:]}")
-                time.sleep(0.2)
-            self.seconds = time.monotonic() - start
-            yield self
-        finally:
-            process.terminate()
-            process.wait(120)
-
-    def _is_ready(self) -> bool:
-        import requests
-
-        try:
-            return requests.get(f"http://127.0.0.1:{self.port}/health", timeout=5).ok
-        except requests.RequestException:
-            return False
+            variables.pop("PYTHONPATH", None)
+            python = str(stock.python_of(args.stock))
+        log = work / f"{arm}.log"
+        super().__init__(work / "model", "model", log, flags, python, variables)
 
     def tokens_of_cache(self) -> int:
         """What the engine says that its KV cache holds."""
-        found = re.search(r"KV cache size: ([\d,]+) tokens", self.log.read_text())
+        found = re.search(r"KV cache size: ([\d,]+) tokens", self.log())
         if found is None:
-            raise RuntimeError(f"{self.log} does not say the size of the KV cache")
+            raise RuntimeError(f"{self.log_file} does not say the size of the KV cache")
         return int(found[1].replace(",", ""))
 
     def ask(self, context: int, concurrency: int, output: int, seed: int) -> dict:
@@ -141,8 +101,8 @@ class Server:
         parser = FlexibleArgumentParser()
         add_cli_args(parser)
         arguments = [
-            *["--base-url", f"http://127.0.0.1:{self.port}", "--model", "model"],
-            *["--tokenizer", str(self.log.parent / "model"), "--ignore-eos"],
+            *["--base-url", self.url, "--model", "model"],
+            *["--tokenizer", str(self.log_file.parent / "model"), "--ignore-eos"],
             *["--dataset-name", "random", "--random-input-len", str(context)],
             *["--random-output-len", str(output), "--seed", str(seed)],
             *["--num-prompts", str(concurrency), "--temperature", "0"],
@@ -164,7 +124,7 @@ def starts(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     row = {}
     for name in ("cold", "warm"):
         before = kernel_files(work)
-        with Server("fp8_inc", args, work, []).running() as server:
+        with Server("fp8_inc", args, work, []) as server:
             ready = kernel_files(work)
             server.ask(min(args.contexts), 1, args.output, seed=0)
             row[f"{name}_seconds"] = round(server.seconds, 1)
@@ -178,7 +138,7 @@ def starts(args: argparse.Namespace, work: Path) -> dict[str, Any]:
 def first_tokens(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Time to first token of a prompt that the prefix cache has not, and has."""
     row: dict[str, Any] = {"turns": args.turns}
-    with Server("fp8_inc", args, work, ["--enable-prefix-caching"]).running() as server:
+    with Server("fp8_inc", args, work, ["--enable-prefix-caching"]) as server:
         for context in args.contexts:
             times = [
                 [
@@ -235,8 +195,7 @@ def run(args: argparse.Namespace, work: Path) -> None:
     with contextlib.ExitStack() as stack:
         plain = ["--no-enable-prefix-caching"]
         servers = {
-            arm: stack.enter_context(Server(arm, args, work, plain).running())
-            for arm in arms
+            arm: stack.enter_context(Server(arm, args, work, plain)) for arm in arms
         }
         space = settings["kv_cache_gib"]
         sizes = {arm: s.tokens_of_cache() // space for arm, s in servers.items()}
