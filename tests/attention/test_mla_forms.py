@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests import device_numbers
+from vllm.fp8_inc.attention import mla_cpu_impl
 from vllm.fp8_inc.attention.absorption import break_even
 from vllm.fp8_inc.attention.mla_cpu_impl import CPUMLAImpl
 from vllm.fp8_inc.formats import FORMATS
@@ -228,3 +229,10 @@ def test_break_even_of_deepseek():
     assert np.isclose(expand, tokens * (2 * latent + rope))
     assert 170 < tokens < 171
     assert break_even(64, 64, 64) == np.inf
+
+
+@pytest.mark.parametrize("activations", ["static", "dynamic"])
+def test_the_bound_catches_activations_that_are_not_quantised(activations, monkeypatch):
+    monkeypatch.setattr(mla_cpu_impl, "as_seen", lambda layer, kv_c, fmt: kv_c)
+    errors = run(activations, "fp8", "gaudi2")
+    assert [error > 1e-2 for error in errors] == [n in (3, 6, 7) for n in range(8)]

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
 """MLA on CPU over a bf16 or an FP8 latent cache.
 
-Every query attends to what the cache holds, new tokens included: results do not
-depend on chunk boundaries or on prefix-cache hits. (Upstream's and the HPU
-worker's prefill reads new tokens before they are quantised.)
+Every query attends to what the cache holds, new tokens included: but for rounding,
+results do not depend on chunk boundaries or on prefix-cache hits. (Upstream's and the
+HPU worker's prefill reads new tokens before they are quantised.)
 
 Prefill expands K and V with kv_b_proj; decode attends to the latent itself, with
 kv_b_proj absorbed into the query and the output, and so do a few new tokens over a
@@ -234,19 +234,18 @@ class CPUMLAImpl(MLACommonBaseImpl[MLACommonMetadata]):
         """As _expanded, in latent space: each token is decoded as a request of its own.
 
         kv_b_proj sees the latents as it would while expanding: where it quantises its
-        activations, they are quantised.
+        activations, they are quantised. All else is float32.
         """
         stop = context + len(q)
         lengths = torch.arange(context + 1, stop + 1, dtype=torch.int32)
         scale = self._scale
         if quantizes_inputs(self.kv_b_proj):
-            latent = self._read(cache, table, range(stop)).to(q.dtype)
+            latent = self._read(cache, table, range(stop))
             kv_c = latent[:, : self.kv_lora_rank]
-            kv_c.copy_(as_seen(self.kv_b_proj, kv_c, self.format))
+            kv_c.copy_(as_seen(self.kv_b_proj, kv_c.to(q.dtype), self.format))
             cache, table, scale = latent[None], torch.zeros(1, dtype=torch.int32), None
-        latent = self._decode(
-            self._absorb(q), cache, table.repeat(len(q), 1), lengths, scale
-        )
+        query, tables = self._absorb(q.float()), table.repeat(len(q), 1)
+        latent = self._decode(query, cache, tables, lengths, scale)
         return from_latent(latent, self._layer.W_UV)
 
     @cached_property
