@@ -4,6 +4,7 @@
 
 import json
 import math
+import random
 import re
 import sys
 from pathlib import Path
@@ -226,7 +227,7 @@ def trainer(monkeypatch):
     monkeypatch.syspath_prepend(str(root / "train"))
     monkeypatch.syspath_prepend(str(root / "tasks"))
     yield root / "tasks"
-    for name in ("write_problems", "batches", "train"):
+    for name in ("write_problems", "batches", "documents", "problems", "problem_kinds"):
         sys.modules.pop(name, None)
 
 
@@ -235,34 +236,42 @@ def rows(path: Path) -> list[dict]:
 
 
 def test_every_problem_of_the_task_is_held_out_and_right(trainer):
-    from problems import grade, is_held_out
+    from problems import calculations, grade, is_held_out
 
     asked = rows(trainer / "problems.jsonl")
-    questions = [row["question"] for row in asked]
-    assert len(asked) == len(set(questions)) == 1319
-    assert all(map(is_held_out, questions))
-    shots = [row["question"] for row in rows(trainer / "shots.jsonl")]
-    assert not any(map(is_held_out, shots))
+    assert len(asked) == len({row["question"] for row in asked}) == 1319
     for row in asked:
+        assert len(calculations(row["answer"])) == row["steps"]
+        assert all(map(is_held_out, calculations(row["answer"])))
         last = row["answer"].split("####")
         assert grade(row["answer"], int(last[1]))
         assert last[0].split("=")[-1].startswith(last[1].strip())
+    for row in rows(trainer / "shots.jsonl"):
+        assert not any(map(is_held_out, calculations(row["answer"])))
 
 
-@pytest.mark.slow
-def test_no_training_problem_has_the_numbers_of_one_of_the_task(trainer):
-    import write_problems
+def test_training_shows_no_calculation_of_the_task(trainer):
+    from batches import BatchSource
+    from problems import calculations
+    from transformers import AutoTokenizer
 
-    trained = write_problems.training_problems(BF16)
-    assert len(trained) > 30_000
-    questions = {problem.question for problem in trained}
-    together = {write_problems.numbers(problem) for problem in trained}
-    problems = write_problems.unseen(trained)
-    for row in rows(trainer / "problems.jsonl"):
-        problem = next(problems)
-        assert (problem.question, problem.steps) == (row["question"], row["steps"])
-        assert problem.question not in questions
-        assert write_problems.numbers(problem) not in together
+    tokenizer = AutoTokenizer.from_pretrained(BF16)
+    ids, _, _ = BatchSource(tokenizer, seed=5).batch(400, 384)
+    shown = set(calculations("\n".join(tokenizer.batch_decode(ids))))
+    assert len(shown) > 3000 and {c for each in shown for c in each} >= set("+-*/")
+    answers = [row["answer"] for row in rows(trainer / "problems.jsonl")]
+    assert shown.isdisjoint(each for text in answers for each in calculations(text))
+
+
+def test_the_files_of_the_task_are_what_the_script_writes(trainer):
+    from problems import make_problem
+    from write_problems import SHOTS_SEED, held_out
+
+    for problem, row in zip(held_out(40), rows(trainer / "problems.jsonl")):
+        assert problem.question == row["question"]
+    rng = random.Random(SHOTS_SEED)
+    for row in rows(trainer / "shots.jsonl"):
+        assert make_problem(rng).question == row["question"]
 
 
 @pytest.mark.slow

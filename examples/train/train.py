@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM FP8 KV-cache fork for Gaudi
-"""Trains the model. One thread, fixed seed, a schedule in steps.
+"""Trains the model, in two rounds. One thread, fixed seeds, schedules in steps.
 
 In fp32: without a CPU's own bf16 instructions autocast is ten times slower.
 
 Example:
     OMP_NUM_THREADS=1 python train.py WORK_DIR
+    OMP_NUM_THREADS=1 python train.py WORK_DIR --again
 
-WORK_DIR receives `train.log`, `tokenizer/` and `weights.safetensors`.
+WORK_DIR receives `train.log`, `tokenizer/` and `weights.safetensors`. The second round
+starts with the weights of the first, on fresh documents, at a lower rate.
 """
 
 import argparse
@@ -22,13 +24,14 @@ import torch.nn.functional as F
 from batches import WEIGHT_RESULT, BatchSource
 from model import ModelConfig, TrainingModel
 from muon import Muon
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizer import build_tokenizer
 
 SEED = 0
 MUON_LR = 0.02
 ADAM_LR = 3e-3
 WARMUP_STEPS = 60
+FINAL_RATE = 0.02  # of a round, as a share of its largest
 BALANCE_LOSS = 0.01
 LOG_EVERY = 100
 SAVE_EVERY = 250
@@ -42,22 +45,44 @@ class Stage:
     shapes: tuple[tuple[int, int], ...]
 
 
-# The second stage trains the positions up to 1,023, and keeps short sequences
-# so that questions without shots remain common.
-STAGES = (
-    Stage(1000, ((6, 384),)),
-    Stage(500, ((2, 1024), (6, 384))),
-)
-TOTAL_STEPS = sum(stage.steps for stage in STAGES)
-DECAY_FROM = 0.55  # share of the steps at the full rate
-FINAL_RATE = 0.02
+@dataclass(frozen=True)
+class Round:
+    """A schedule.
+
+    Attributes:
+        seed: Of the documents; the weights' is SEED.
+        rate: The largest factor of the learning rates.
+        decay_from: Share of the steps at that rate.
+        stages: What its batches are.
+    """
+
+    seed: int
+    rate: float
+    decay_from: float
+    stages: tuple[Stage, ...]
+
+    @property
+    def steps(self) -> int:
+        return sum(stage.steps for stage in self.stages)
+
+    def rate_at(self, step: int) -> float:
+        """Factor of the learning rates: warm-up, constant, linear decay."""
+        warm = min(1.0, (step + 1) / WARMUP_STEPS)
+        left = (1 - step / self.steps) / (1 - self.decay_from)
+        return self.rate * warm * min(1.0, max(FINAL_RATE, left))
+
+    def batches(self) -> Iterator[tuple[int, int]]:
+        """Yields the rows and tokens of each step's batch."""
+        for stage in self.stages:
+            for index in range(stage.steps):
+                yield stage.shapes[index % len(stage.shapes)]
 
 
-def rate(step: int) -> float:
-    """Learning rate factor: warm-up, constant, linear decay."""
-    warm = min(1.0, (step + 1) / WARMUP_STEPS)
-    left = (1 - step / TOTAL_STEPS) / (1 - DECAY_FROM)
-    return warm * min(1.0, max(FINAL_RATE, left))
+# Long sequences train the positions up to 1,023; short ones stay, so that questions
+# without shots remain common.
+SHORT, LONG = (6, 384), (2, 1024)
+FIRST = Round(SEED + 1, 1.0, 0.55, (Stage(1200, (SHORT,)), Stage(500, (LONG, SHORT))))
+AGAIN = Round(SEED + 2, 0.6, 0.0, (Stage(500, (LONG, SHORT)),))
 
 
 def make_optimizers(model: TrainingModel) -> tuple[Muon, torch.optim.AdamW]:
@@ -94,13 +119,6 @@ def weighted_loss(
     return loss, each.detach()[weights == WEIGHT_RESULT].mean().item()
 
 
-def schedule() -> Iterator[tuple[int, int]]:
-    """Yields the rows and tokens of each step's batch."""
-    for stage in STAGES:
-        for index in range(stage.steps):
-            yield stage.shapes[index % len(stage.shapes)]
-
-
 def save(model: TrainingModel, path: Path) -> None:
     """Writes the weights beside, then renames."""
     part = path.with_name(path.name + ".part")
@@ -108,61 +126,67 @@ def save(model: TrainingModel, path: Path) -> None:
     os.replace(part, path)
 
 
-def train(out: Path) -> None:
-    """Runs the schedule.
+def train(out: Path, again: bool) -> None:
+    """Runs a round.
 
     Args:
         out: Directory for the log, the tokenizer and the weights.
+        again: Whether it is the second round, which goes on with the weights there.
     """
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
+    plan = AGAIN if again else FIRST
     config = ModelConfig()
     tokenizer = build_tokenizer(config.max_positions)
     tokenizer.save_pretrained(out / "tokenizer")
-    source = BatchSource(tokenizer, SEED + 1)
+    source = BatchSource(tokenizer, plan.seed)
     model = TrainingModel(config)
+    if again:
+        model.load_state_dict(load_file(out / "weights.safetensors"))
     muon, adam = make_optimizers(model)
     # Two batch shapes mean two compiled graphs, each with fixed sizes.
     forward = torch.compile(model, dynamic=False)
-    log = (out / "train.log").open("w")
+    log = (out / "train.log").open("a" if again else "w")
 
     def report(text: str) -> None:
         print(text, flush=True)
         print(text, file=log, flush=True)
 
     parameters = sum(p.numel() for p in model.parameters())
-    report(f"seed {SEED}, {parameters} parameters, {TOTAL_STEPS} steps")
-    for stage in STAGES:
+    report(f"seed {plan.seed}, {parameters} parameters, {plan.steps} steps")
+    for stage in plan.stages:
         report(f"stage of {stage.steps} steps, (rows, tokens): {stage.shapes}")
     tokens, digit_loss, start = 0, 0.0, time.monotonic()
-    for step, (rows, length) in enumerate(schedule()):
+    for step, (rows, length) in enumerate(plan.batches()):
         loss, digits = weighted_loss(model, forward, source.batch(rows, length))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        rate = plan.rate_at(step)
         for group in adam.param_groups:
-            group["lr"] = ADAM_LR * rate(step)
+            group["lr"] = ADAM_LR * rate
         adam.step()
-        muon.step(MUON_LR * rate(step))
+        muon.step(MUON_LR * rate)
         model.zero_grad(set_to_none=True)
         tokens += rows * length
         digit_loss += (digits - digit_loss) * (0.05 if step else 1.0)
         done = step + 1
-        if done % LOG_EVERY == 0 or done == TOTAL_STEPS:
+        if done % LOG_EVERY == 0 or done == plan.steps:
             report(
                 f"step {done}, {time.monotonic() - start:.0f} s, "
-                f"{tokens / 1e6:.2f} M tokens, rate {rate(step):.3f}, "
+                f"{tokens / 1e6:.2f} M tokens, rate {rate:.3f}, "
                 f"result digit loss {digit_loss:.4f}"
             )
-        if done % SAVE_EVERY == 0 or done == TOTAL_STEPS:
+        if done % SAVE_EVERY == 0 or done == plan.steps:
             save(model, out / "weights.safetensors")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="directory for log and weights")
+    parser.add_argument("--again", action="store_true", help="the second round")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    train(args.out)
+    train(args.out, args.again)
 
 
 if __name__ == "__main__":
