@@ -3,18 +3,18 @@
 """Writes the tables of docs/kernels.md from the JSON of ``benchmarks.kernels``.
 
 Example:
-    python -m benchmarks.kernels --threads 1 --cpu-time --out FILE.json, FILE as RESULTS
     python -m benchmarks.kernel_tables
+    python -m benchmarks.kernel_tables --plot kernels.png
 """
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks/results/kernels.json"
-PAGE = ROOT / "docs/kernels.md"
-BEGIN, END = "<!-- kernels:begin -->", "<!-- kernels:end -->"
+from benchmarks.record import RESULTS, write_between
+
+PAGE = Path(__file__).parents[1] / "docs/kernels.md"
 
 Rows = list[dict[str, Any]]
 
@@ -55,20 +55,48 @@ def render(results: dict[str, Any]) -> str:
             parts.append(_pivot(decode, "context", "batch", "batch "))
         tokens = [row for row in here if "tokens" in row]
         if tokens:
-            parts.append(f"Writers and prefill, {threads} {plural}:")
+            parts.append(f"Other kernels, {threads} {plural}:")
             parts.append(_pivot(tokens, "tokens", "table", ""))
     return "\n\n".join(parts)
 
 
-def page(text: str, results: dict[str, Any]) -> str:
-    """The page with its tables replaced."""
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n{render(results)}\n{END}{after}"
+def plot(rows: Rows, path: Path) -> None:
+    """Draws the ratios of decode over the context; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        if row["table"] == "MLA decode":
+            name = (
+                f"{row['heads']} heads, batch {row['batch']}, {row['threads']} threads"
+            )
+            lines.setdefault(name, []).append((row["context"], row["ratio"]))
+    for name, points in lines.items():
+        axes.plot(*zip(*points), marker="o", label=name)
+    axes.set(xscale="log", xlabel="context, tokens", ylabel="upstream's time / ours")
+    axes.axhline(1, color="grey", linewidth=0.5)
+    axes.legend(fontsize=6)
+    figure.savefig(path, dpi=150)
+
+
+def write(results: dict[str, Any]) -> None:
+    """Replaces the tables of the page."""
+    write_between(PAGE, "kernels", render(results))
 
 
 def main() -> None:
-    PAGE.write_text(page(PAGE.read_text(), json.loads(RESULTS.read_text())))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS / "kernels.json")
+    parser.add_argument("--plot", type=Path, help="PNG or SVG")
+    args = parser.parse_args()
+    results = json.loads(args.results.read_text())
+    write(results)
+    if args.plot:
+        plot(results["rows"], args.plot)
 
 
 if __name__ == "__main__":

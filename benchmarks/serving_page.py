@@ -74,13 +74,18 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure.savefig(path, bbox_inches="tight")
 
 
+def write(results: dict[str, Any]) -> None:
+    """Replaces the figures of the page."""
+    write_between(PAGE, "serving", render(results))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS / "serving.json")
     parser.add_argument("--plot", type=Path, help="SVG")
     args = parser.parse_args()
     results = json.loads(args.results.read_text())
-    write_between(PAGE, "serving", render(results))
+    write(results)
     if args.plot:
         plot(results, args.plot)
 

@@ -18,12 +18,16 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import (
     gqa,
+    kernel_tables,
     latent_range,
     live,
     load_table,
+    prefix_hits,
     query_scales,
     report,
     request_table,
+    serving_page,
+    speed_table,
 )
 from benchmarks.embedded import BF16, FP8
 from benchmarks.record import Record, write_between
@@ -209,12 +213,20 @@ def test_the_tables_of_the_documents_are_current(monkeypatch):
     def write(page: Path, name: str, text: str) -> None:
         written[page, name] = text
 
-    monkeypatch.setattr(report, "write_between", write)
+    pages = (report, load_table, kernel_tables, serving_page, speed_table, prefix_hits)
+    for module in pages:
+        monkeypatch.setattr(module, "write_between", write)
     monkeypatch.setattr(report, "plot", lambda content: None)
-    monkeypatch.setattr(load_table, "write_between", write)
     report.main()
     load_table.main()
-    assert written
+    speed_table.main()
+    for module, name in (
+        (kernel_tables, "kernels"),
+        (serving_page, "serving"),
+        (prefix_hits, "prefix-hits"),
+    ):
+        module.write(json.loads((report.RESULTS / f"{name}.json").read_text()))
+    assert len(written) >= len(pages)
     for (page, name), text in written.items():
         begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
         assert page.read_text().split(begin)[1].split(end)[0] == f"{text}\n"
