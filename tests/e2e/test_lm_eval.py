@@ -16,6 +16,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = EXAMPLES / "tiny-deepseek-v2-fp8"
 TASK = EXAMPLES / "tasks" / "word-problems.yaml"
 QUESTIONS = 16
+# The model answers seven of ten, a broken one none: four standard errors lie between.
+RIGHT = 0.25
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +60,7 @@ def test_the_server_s_figures_are_those_of_compare(tmp_path, capfd):
         if row["arm"] == "fp8-loaded"
     }
     assert served == loaded
-    assert min(served.values()) > 0.7
+    assert min(served.values()) > RIGHT
 
 
 def test_the_arguments_of_the_original_request(tmp_path):
@@ -77,4 +79,4 @@ def test_the_arguments_of_the_original_request(tmp_path):
         "enforce_eager": True,
     }
     found = lm_eval(tmp_path, "vllm", arguments)
-    assert min(found.values()) > 0.7
+    assert min(found.values()) > RIGHT
