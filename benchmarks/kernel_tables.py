@@ -12,16 +12,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, write_between
+from benchmarks.record import RESULTS, markdown, write_between
 
 PAGE = Path(__file__).parents[1] / "docs/kernels.md"
 
 Rows = list[dict[str, Any]]
-
-
-def _table(head: list[str], lines: list[list[str]]) -> str:
-    parts = [head, ["---"] * len(head), *lines]
-    return "\n".join("| " + " | ".join(part) + " |" for part in parts)
 
 
 def _pivot(rows: Rows, line: str, column: str, what: str) -> str:
@@ -32,7 +27,7 @@ def _pivot(rows: Rows, line: str, column: str, what: str) -> str:
         [str(value)] + [str(ratios.get((value, name), "")) for name in columns]
         for value in sorted({row[line] for row in rows})
     ]
-    return _table([line] + [f"{what}{name}" for name in columns], lines)
+    return markdown([line] + [f"{what}{name}" for name in columns], lines)
 
 
 def render(results: dict[str, Any]) -> str:

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.embedded import BF16, FP8, questions
-from benchmarks.record import RESULTS, Record, rounded, small_and_quiet, write_between
+from benchmarks.record import (
+    RESULTS,
+    Record,
+    markdown,
+    rounded,
+    small_and_quiet,
+    write_between,
+)
 
 PAGE = Path(__file__).parents[1] / "docs/cpu.md"
 BLOCK = 16
@@ -72,9 +79,8 @@ def measure(llm: Any, ask: list[list[int]]) -> dict[str, float]:
 def render(rows: dict[str, dict[str, float]]) -> str:
     """The table of docs/cpu.md."""
     head = ["weights, device, form", "median", "mean", "largest", "other tokens"]
-    lines = [head, ["---"] * len(head)]
-    lines += [[name, *map(str, row.values())] for name, row in rows.items()]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    lines = [[name, *map(str, row.values())] for name, row in rows.items()]
+    return markdown(head, lines)
 
 
 def write(results: dict[str, Any]) -> None:
@@ -88,6 +94,7 @@ def main() -> None:
     from tests.engines import attention_layers, engine
 
     record = Record(RESULTS / "prefix-hits.json", {"prompts": PROMPTS})
+    asked = {form: prompts(form) for form in FORMS}
     for weights, model in (("FP8", FP8), ("bf16", BF16)):
         for device in ("gaudi2", "gaudi3"):
             options = {
@@ -100,7 +107,7 @@ def main() -> None:
                     if form == "expanded":
                         for layer in attention_layers(llm):
                             layer.impl._break_even = 0
-                    row = measure(llm, prompts(form))
+                    row = measure(llm, asked[form])
                     record.add(f"{weights}, {device}, {form}", row)
                     print(weights, device, form, row, flush=True)
     write({"rows": record.rows})

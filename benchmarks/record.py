@@ -69,6 +69,12 @@ def rounded(values: dict[str, float], digits: int = 6) -> dict[str, float]:
     return {k: float(f"{v:.{digits}g}") for k, v in values.items()}
 
 
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def write_between(page: Path, name: str, text: str) -> None:
     """Replaces what stands between <!-- name:begin --> and <!-- name:end -->.
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.decision_chart import DOCS, PAGE
-from benchmarks.record import RESULTS, write_between
+from benchmarks.record import RESULTS, markdown, write_between
 
 README = DOCS.parent / "README.md"
 PLOT = DOCS / "figures" / "latent-range.svg"
@@ -27,12 +27,6 @@ def read(name: str) -> Content:
     if not path.exists():
         return {"settings": {}, "rows": {}}
     return json.loads(path.read_text())
-
-
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    """A table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def around(row: Mapping[str, float], value: str, interval: str, digits: int) -> str:

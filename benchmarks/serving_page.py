@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, write_between
+from benchmarks.record import RESULTS, markdown, write_between
 
 PAGE = Path(__file__).parents[1] / "docs/kernels.md"
 
@@ -44,9 +44,8 @@ def render(results: dict[str, Any]) -> str:
     if lines:
         head = "context, concurrency, fp8_inc, bf16, stock bf16, fp8_inc / bf16"
         head += ", fp8_inc / stock, turns"
-        table = [head.split(", "), ["---"] * len(lines[0]), *lines]
         parts.append("Output tokens a second, medians, and medians of ratios:")
-        parts.append("\n".join("| " + " | ".join(line) + " |" for line in table))
+        parts.append(markdown(head.split(", "), lines))
     for name, row in rows.items():
         if name not in cells(rows):
             figures = ", ".join(f"{k} {v}" for k, v in row.items())

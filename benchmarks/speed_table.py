@@ -3,7 +3,7 @@
 """Writes README's table of speed from what the other benchmarks measured.
 
 Example:
-    python -m benchmarks.speed_table
+     python -m benchmarks.speed_table
 """
 
 import json
@@ -11,7 +11,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, write_between
+from benchmarks.record import RESULTS, markdown, write_between
 
 PAGE = Path(__file__).parents[1] / "README.md"
 
@@ -34,26 +34,19 @@ def _first_token(row: dict[str, Any], context: int) -> str:
 
 def render(kernels: dict[str, Any], serving: dict[str, Any]) -> str:
     """Markdown: what the fork's FP8 cache costs and saves on the machine."""
-    machine, rows = kernels["machine"], serving["rows"]
-    tokens, first = rows["KV tokens a GiB"], rows["first token"]
+    machine = kernels["machine"]
+    tokens, first = (serving["rows"][n] for n in ("KV tokens a GiB", "first token"))
     layers = f", {serving['settings']['layers']} layers"
     more = tokens["fp8_inc"] / tokens["bf16"]
-    lines = [
-        ("what", f"{machine['cpu']}, {machine['features']}, one thread"),
-        ("---", "---"),
-        ("tokens that a GiB of cache holds, over bf16", f"{more:.2f} times"),
-        *(
-            (f"MLA decode kernel, {heads} heads, over upstream's bf16", ratio)
-            for heads in (16, 128)
-            for ratio in [_decode(kernels["rows"], heads)]
-        ),
-        *(
-            (f"first token of {context} tokens, all but 16 cached{layers}", seconds)
-            for context in (512, 4096)
-            for seconds in [_first_token(first, context)]
-        ),
-    ]
-    return "\n".join(f"| {what} | {value} |" for what, value in lines)
+    lines = [["tokens that a GiB of cache holds, over bf16", f"{more:.2f} times"]]
+    for heads in (16, 128):
+        what = f"MLA decode kernel, {heads} heads, over upstream's bf16"
+        lines.append([what, _decode(kernels["rows"], heads)])
+    for context in (512, 4096):
+        what = f"first token of {context} tokens, all but 16 cached{layers}"
+        lines.append([what, _first_token(first, context)])
+    where = f"{machine['cpu']}, {machine['features']}, one thread"
+    return markdown(["what", where], lines)
 
 
 def main() -> None:

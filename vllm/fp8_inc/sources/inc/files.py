@@ -55,9 +55,9 @@ class _Node(BaseModel):
     params: dict[str, Any] | None = None
 
     def record(self, path: str) -> NodeRecord:
-        outputs = self.outputs if isinstance(self.outputs, list) else [self.outputs]
-        if not uses_outputs(path):
-            outputs = []
+        outputs = []
+        if uses_outputs(path):
+            outputs = self.outputs if isinstance(self.outputs, list) else [self.outputs]
         weight = (self.params or {}).get("weight")
         if isinstance(weight, dict):  # per channel: scales of outputs, of inputs
             weight = weight.get("0")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vllm.fp8_inc.sources.inc.files import NodeRecord
 from vllm.fp8_inc.sources.inc.methods import HARDWARE, dequant_scales
-from vllm.fp8_inc.sources.inc.nodes import is_moe, type_of
+from vllm.fp8_inc.sources.inc.nodes import type_of, uses_outputs
 from vllm.fp8_inc.sources.inc.rules import ScaleRule
 from vllm.fp8_inc.sources.inc.schema import QuantConfig
 
@@ -104,11 +104,10 @@ def cached_scales(cached: Mapping[str, NodeRecord]) -> dict[str, NodeScales]:
 
 def input_amax(path: str, record: NodeRecord) -> tuple[tuple[float, ...], ...]:
     """What INC takes for the inputs of the module, in its order."""
-    kind = type_of(path)
-    if kind == "B2BMatmul" and record.outputs:
+    if type_of(path) == "B2BMatmul" and record.outputs:
         # What it reads is padded with garbage: INC takes the output for its input.
         return record.inputs[:1] + record.outputs[:1]
-    if kind == "ModuleFusedSDPA" or is_moe(path):
+    if uses_outputs(path):
         return record.inputs + record.outputs[1:]
     return record.inputs
 
